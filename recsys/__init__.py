@@ -1,7 +1,7 @@
 """Generative recommenders on PyTorch: from event files and one `.config` to a model that serves.
 
-Two ways in: commands such as `python -m recsys.train --config FILE`, and the functions below, for notebooks
-and programs. Importing the package loads nothing else; a name is imported when it is first used.
+There are two ways in: commands such as `python -m recsys.train --config FILE`, and the functions below, for
+notebooks and programs. Importing the package loads nothing else; a name is imported when it is first used.
 
     import recsys
 

@@ -1,7 +1,7 @@
-"""The console command `recsys`: `recsys train ...` is `python -m recsys.train ...`, and so on.
+"""Runs the console command `recsys`: `recsys train ...` is `python -m recsys.train ...`, and so on.
 
-A new command is one line of `COMMANDS`; its module has `main(arguments)`, which returns the exit code. No
-command's module is imported before it is chosen, so `recsys --help` answers at once.
+A new command is one line of `COMMANDS`; its module has `main(arguments)`, which returns the exit code. A
+command's module is imported only when the command is chosen, so `recsys --help` answers at once.
 """
 
 import importlib
@@ -47,7 +47,7 @@ Tab completion: add one line to ~/.bashrc or ~/.zshrc, or the last one to ~/.con
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that the first argument names with the arguments behind it; returns its exit code."""
+    """Runs the command that the first argument names, with the arguments after it; returns its exit code."""
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = Parser(

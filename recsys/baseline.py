@@ -1,7 +1,7 @@
-"""`python -m recsys.baseline`: metrics of models without training, on the rows and by the rule of a config.
+"""`python -m recsys.baseline`: measures baselines without training, on the rows and by the rule of a config.
 
-For a model that searches items: popularity, and item-to-item co-occurrence, directed and symmetric. For one
-that scores candidates: the mean label of each item, and the mean of all.
+For a model that searches items, the baselines are popularity, and directed and symmetric item-to-item
+co-occurrence. For a model that scores candidates, they are the mean label of each item, and the mean of all.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from recsys.errors import ConfigError
 
 def run(call: cli.Call) -> None:
     """Measure baselines without training on the validation or test rows."""
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
     environment.import_torchrec_quietly()
@@ -33,9 +33,9 @@ def run(call: cli.Call) -> None:
         for result in item_means.measure(pipeline, split):
             table.append({"name": result.name, "metrics": result.metrics, "settings": result.settings})
     else:
-        for found in baselines.measure(pipeline, split):
-            settings = found.settings._asdict() if found.settings is not None else {}
-            table.append({"name": found.name, "metrics": found.metrics, "settings": settings})
+        for result in baselines.measure(pipeline, split):
+            settings = result.settings._asdict() if result.settings is not None else {}
+            table.append({"name": result.name, "metrics": result.metrics, "settings": settings})
     if call.flags.json:
         print(json.dumps({"split": split, "protocol": protocol(pipeline), "baselines": table}, indent=1))
     else:
@@ -45,24 +45,24 @@ def run(call: cli.Call) -> None:
 
 
 def lines(table: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Writes the results as a table, a row for each metric, and below it the settings that were chosen."""
+    """Formats the results as a table with one row per metric, followed by the settings that were chosen."""
     names = list(table[0]["metrics"])
     width = max(map(len, [*names, "metric"]))
     columns = [max(8, len(row["name"])) for row in table]
     heads = zip(table, columns, strict=True)
-    found = ["  ".join([f"{'metric':<{width}}", *(f"{row['name']:>{size}}" for row, size in heads)])]
+    text_lines = ["  ".join([f"{'metric':<{width}}", *(f"{row['name']:>{size}}" for row, size in heads)])]
     for name in names:
         values = [f"{row['metrics'][name]:>{size}.4f}" for row, size in zip(table, columns, strict=True)]
-        found.append("  ".join([f"{name:<{width}}", *values]))
+        text_lines.append("  ".join([f"{name:<{width}}", *values]))
     for row in table:
         if row["settings"]:
             chosen = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
-            found.append(f"{row['name']}, chosen on validation rows: {chosen}")
-    return found
+            text_lines.append(f"{row['name']}, chosen on validation rows: {chosen}")
+    return text_lines
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
+    """Adds the flags of this command."""
     parser.add_argument("--split", choices=["validation", "test"], default="test", help="default: test")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

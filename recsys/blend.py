@@ -1,4 +1,4 @@
-"""`python -m recsys.blend`: a trained model blended with co-occurrence, which pays on logs of few users."""
+"""`python -m recsys.blend`: blends a trained model with co-occurrence, which helps on logs with few users."""
 
 import argparse
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger("recsys.blend")
 
 def run(call: cli.Call) -> None:
     """Blend a trained model with item co-occurrence: measure it, and recommend with it if asked to."""
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
     environment.import_torchrec_quietly()
@@ -58,9 +58,9 @@ def _print(report: "BlendReport") -> None:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     cli.add_checkpoint(parser)
-    own = parser.add_argument_group("blend flags")
-    own.add_argument("--output", metavar="DIR", help="also write recommendations into this folder")
-    own.add_argument(
+    group = parser.add_argument_group("blend flags")
+    group.add_argument("--output", metavar="DIR", help="also write recommendations into this folder")
+    group.add_argument(
         "--input", metavar="PATH", nargs="+", help="rows to recommend for, with --output (default: data.test)"
     )
 

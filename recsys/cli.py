@@ -1,8 +1,8 @@
-"""The command line that all commands share: flags, logging, exit codes of errors.
+"""Implements the command line that all commands share: flags, logging, exit codes of errors.
 
 An entry point is a function of a `Call` and one line, `return cli.main("train", run, arguments)`. Exit codes:
-0 done, 1 run time, 2 usage or config, 3 data, 4 non-finite loss, 5 environment, 130 and 143 after a signal,
-141 when nobody reads the output any more.
+0 success, 1 run-time error, 2 usage or config, 3 data, 4 non-finite loss, 5 installation, 130 and 143 after a
+signal, 141 if nobody reads the output any more.
 """
 
 import argparse
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error")
 LOG_VARIABLE = "RECSYS_LOG"
-"""Environment variable with the level of the log when `--log-level` does not give one."""
+"""Environment variable that sets the level of the log if `--log-level` does not."""
 
 VARIABLES = (LOG_VARIABLE, "RECSYS_BACKEND")
 """Environment variables that the package reads; a run logs those that are set."""
 
 MOST_FINDINGS = 30
-"""Print at most this many findings; more do not help someone who gave the wrong file."""
+"""Most findings that are printed; more do not help someone who gave the wrong file."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Call:
     Attributes:
         ready: resolved config with origins; None if the command needs no config and got none.
         run_dir: folder of the run; not created yet.
-        dry_run: do one step, save nothing.
-        flags: all flags, the command's own among them.
+        dry_run: do one step and save nothing.
+        flags: all flags, including the command's own flags.
     """
 
     ready: config.Ready | None
@@ -53,10 +53,10 @@ class Call:
 
     @property
     def pipeline(self) -> pb.Pipeline:
-        """The resolved config.
+        """The resolved config of the call.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the call has no config.
         """
         if self.ready is None:
             raise ConfigError("no config: give --config FILE, or --run-dir with the folder of a run")
@@ -72,15 +72,16 @@ def main(
     needs_config: bool = True,
     config_file: Callable[[argparse.Namespace], Path] | None = None,
 ) -> int:
-    """Run a command and return its exit code; `--help`, `--version` and wrong flags leave through SystemExit.
+    """Runs a command and returns its exit code; `--help`, `--version` and wrong flags raise SystemExit.
 
     Args:
         command: module name below `recsys`.
-        run: does the work; its docstring's first line is the help's description.
-        argv: flags, those of the process by default.
+        run: does the work; the first line of its docstring describes the command in its help.
+        argv: the flags; by default the arguments of the process.
         add_flags: adds the command's own flags.
         needs_config: whether a call without a config is an error.
-        config_file: says where the resolved config of a package is; the files it names are not looked up.
+        config_file: returns the path of a package's resolved config; the files that the config names are not
+            looked up.
     """
     parser = _parser(command, run, needs_config, own_config=config_file is not None)
     if add_flags is not None:
@@ -101,8 +102,8 @@ def _share_cores() -> None:
 
     If reader processes or other programs need the same cores, spinning threads block the threads that they
     wait for: 60 small steps took 91 s on two busy cores, and 4 s with sleeping threads
-    (experiments/2026-11-22-small-figures). OpenMP reads the setting when torch is imported, which is later. A
-    setting of the user stays.
+    (experiments/2026-11-22-small-figures). OpenMP reads the setting when torch is imported, which happens
+    later. A setting of the user is not changed.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -120,7 +121,7 @@ def add_checkpoint(flags: argparse._ActionsContainer) -> None:
 def _recorded(action: Callable[[], int | None]) -> Callable[[], int | None]:
     """Wraps an action so that torchrun reports this process's exception as the root cause.
 
-    Without it torchrun only reports an exit code and a missing traceback.
+    Without this wrapper, torchrun only reports an exit code and a missing traceback.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return action
@@ -148,7 +149,7 @@ def _guard(action: Callable[[], int | None]) -> int:
         logger.debug("it happened here", exc_info=True)
         return error.exit_code
     except ImportError as error:
-        # Commands import the libraries when they run, so a broken one shows up here, whatever the config is.
+        # Commands import libraries when they run, so a broken library fails here, whatever the config is.
         logger.error("%s: %s", error, environment.REPAIR)
         logger.debug("it happened here", exc_info=True)
         return InstallationError.exit_code
@@ -174,11 +175,11 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "give a shorter name",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
-"""What to do about an error of the system, by its number."""
+"""Remedies for errors of the operating system, by error number."""
 
 
 def _explain(error: OSError) -> str:
-    """The system's message, which names the file, and what to do."""
+    """Returns the system's message, which names the file, followed by a remedy."""
     remedy = _REMEDIES.get(error.errno or 0)
     return f"{error}; {remedy}" if remedy else str(error)
 
@@ -196,13 +197,13 @@ def _prepare_and_run(
         ready = config.prepare(path, flags.set, imports=flags.imports) if path is not None else None
         folder = flags.run_dir or (Path("runs") / path.stem if path is not None else None)
     else:
-        # A package may come from anybody, so its config causes no import of Python modules.
+        # A package may come from an untrusted source, so its config must not import Python modules.
         ready = config.prepare(
             config_file(flags), flags.set, read_files=False, imports=flags.imports, follow_imports=False
         )
         folder = flags.run_dir
     if ready is not None:
-        # Warnings about the config of a run folder were shown when the run began.
+        # For the config of a run folder, warnings were already shown when the run began.
         for warning in ready.warnings if flags.config is not None and _is_first_process() else ():
             logger.warning("%s", warning)
         if command == "train" and path is not None:
@@ -225,7 +226,7 @@ def _compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str]) -> Non
     """Checks the columns of the files that a config names.
 
     Raises:
-        ConfigError: with every missing or wrong column.
+        ConfigError: lists every missing or wrong column.
     """
     from recsys.data.validation import compare_with_files
 
@@ -244,7 +245,7 @@ def _run(run: Callable[[Call], None], call: Call) -> None:
 
 
 def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
-    """The file of `--config`, else the one in the run folder."""
+    """Returns the file of `--config`, else the config in the run folder."""
     if flags.config is not None:
         return Path(flags.config)
     if flags.run_dir is not None and (Path(flags.run_dir) / config.FILE_NAME).exists():
@@ -266,7 +267,7 @@ def _parser(
     parser = Parser(f"python -m recsys.{command}", description=description, allow_abbrev=False)
     shared = parser.add_argument_group("shared flags")
     wanted = "needed, unless --run-dir is the folder of a run" if needs_config else "optional"
-    # Commands that find their config themselves know the flag too, to say so when it is given.
+    # Commands that find their config themselves accept the flag too, to explain this if it is given.
     about = argparse.SUPPRESS if own_config else f"the .config file; {wanted}"
     shared.add_argument("--config", metavar="FILE", help=about)
     shared.add_argument(
@@ -312,7 +313,7 @@ def _level_of_variable(parser: argparse.ArgumentParser) -> str:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the current sys.stderr, which a progress bar replaces so that it stays below the log."""
+    """Writes to the current `sys.stderr`, which a progress bar replaces in order to stay below the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
@@ -322,7 +323,7 @@ class _FileHandler(logging.FileHandler):
     """Writes `log.txt`. If a line cannot be written (full disk), later lines go to stderr only."""
 
     def __init__(self, path: Path):
-        # The name of a file may hold bytes that are no UTF-8.
+        # File names in log lines may hold bytes that are not UTF-8.
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._path = path
         self._failed = False
@@ -337,7 +338,7 @@ class _FileHandler(logging.FileHandler):
             super().handleError(record)
             return
         self._failed = True
-        # A log line about this would come back here.
+        # Printed, because a log line about this failure would end up here again.
         print(f"{self._path} ends here, it cannot be written: {error}", file=sys.stderr)
 
     def close(self) -> None:
@@ -347,7 +348,7 @@ class _FileHandler(logging.FileHandler):
 
 @contextmanager
 def _log_to_stderr(level: str) -> Iterator[None]:
-    """Sends the log to stderr: all of the first process's, and the warnings of other processes."""
+    """Sends the log to stderr: the whole log of the first process, and the warnings of other processes."""
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     chosen = level.upper() if _is_first_process() else "WARNING"
@@ -379,7 +380,7 @@ def _log_to_file(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _handler(handler: logging.Handler, level: str | None) -> Iterator[None]:
-    # The level applies to this package; libraries log much at level info, so only their warnings show.
+    # The level applies to this package. Libraries log a lot at level info, so only their warnings are shown.
     root, package = logging.getLogger(), logging.getLogger("recsys")
     before = package.level
     root.addHandler(handler)
@@ -394,5 +395,5 @@ def _handler(handler: logging.Handler, level: str | None) -> Iterator[None]:
 
 
 def _is_first_process() -> bool:
-    # Until there is a process group, this is the only way to learn the rank from torchrun.
+    # Before a process group exists, this variable of torchrun is the only source of the rank.
     return os.environ.get("RANK", "0") == "0"

@@ -1,8 +1,8 @@
 """`python -m recsys.compile_protos`: compiles the `.proto` files of a package that extends recsys.
 
 A package declares the messages of its components in `.proto` files of its own, which may import those of
-recsys, e.g. `import "recsys/protos/mixer.proto";`. Beside each `x.proto` come the module `x_pb2.py` and, for
-editors and type checkers, `x_pb2.pyi`.
+recsys, e.g. `import "recsys/protos/mixer.proto";`. The compiler writes the module `x_pb2.py` and, for editors
+and type checkers, `x_pb2.pyi` beside each `x.proto`.
 """
 
 import sys
@@ -16,18 +16,18 @@ from recsys.errors import ConfigError, InstallationError, RecsysError
 from recsys.flags import Parser
 
 COMPILER = "grpcio-tools==1.76.0"
-"""Distribution with protoc, whose output loads on every version of protobuf that recsys allows."""
+"""Distribution with a protoc whose output works with every version of protobuf that recsys allows."""
 
 
 def compile_protos(paths: Sequence[Path]) -> list[str]:
-    """Compiles `.proto` files and those in folders; returns a line about each module that it wrote.
+    """Compiles `.proto` files, given by path or by folder; returns a line about each module that it wrote.
 
-    The module belongs to the Python package of its folder: above `x.proto`, the nearest folder without an
-    `__init__.py` is the one from which Python imports.
+    A module belongs to the Python package of its folder: Python imports it from the nearest folder above
+    `x.proto` that has no `__init__.py`.
 
     Raises:
-        ConfigError: there are no such files, protoc refuses one (its message is on stderr), or one declares
-            names that could collide with those of recsys.
+        ConfigError: there are no such files, protoc refuses a file (its message is on stderr), or a file
+            declares names that could collide with names of recsys.
         InstallationError: the compiler is not installed.
     """
     by_root: dict[Path, list[Path]] = {}
@@ -80,7 +80,7 @@ def _compile(root: Path, sources: list[Path]) -> list[str]:
 
 
 def _check(file) -> None:
-    """Raises ConfigError for a file whose names could be those of recsys or of another package."""
+    """Raises ConfigError for a file whose names could collide with names of recsys or of another package."""
     if not file.package or file.package.split(".")[0] == "recsys":
         given = f"package {file.package}" if file.package else "no package"
         raise ConfigError(f"{file.name}: {given}; name one of your own, such as `package acme;`")

@@ -1,7 +1,7 @@
 """`python -m recsys.doctor`: checks whether this installation can train, and says what to type if not.
 
-Exit code 0, or 5 when something is broken. Warnings (no compiler for export, an old ptxas) do not count as
-broken.
+The exit code is 0, or 5 if something is broken. Warnings (no compiler for export, an old ptxas) do not count
+as broken.
 """
 
 import sys
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render(finding: CheckResult) -> str:
-    """One finding as text: state, name, detail, and the remedy on a separate line."""
+    """Formats a finding as text: state, name, detail, and the remedy on a separate line."""
     indent = "\n" + " " * 10
     text = f"{finding.state:<9} {finding.name}: " + finding.detail.replace("\n", indent)
     return text + (f"{indent}-> {finding.remedy}" if finding.remedy else "")

@@ -1,6 +1,6 @@
-"""The checks of `recsys.doctor`: from versions to a tiny model that trains and a tiny package that runs.
+"""Implements the checks of `recsys.doctor`, from versions to training and exporting tiny models.
 
-Each check imports its libraries when it runs, since an import may be what is broken.
+Each check imports its libraries when it runs, because the import itself may fail.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CheckResult(NamedTuple):
     """One line of the report.
 
     Attributes:
-        state: "ok", "warning" (something will not work or not be fast) or "error" (training will not work).
-        remedy: the line to type; empty when there is nothing to do.
+        state: "ok", "warning" (something will not work or will be slow) or "error" (training will not work).
+        remedy: the line to type; empty if there is nothing to do.
     """
 
     state: str
@@ -47,11 +47,11 @@ class CheckResult(NamedTuple):
 
 
 class WrongResult(RuntimeError):
-    """A check ran and computed a wrong result."""
+    """An error that says that a check computed a wrong result."""
 
 
 def diagnose(*, quick: bool = False) -> Iterator[CheckResult]:
-    """Run every check, cheap ones first, and yield each finding as soon as it is known.
+    """Runs every check, cheap ones first, and yields each finding as soon as it is known.
 
     Args:
         quick: leave out compiling and loading a package (about half a minute).
@@ -65,7 +65,7 @@ def diagnose(*, quick: bool = False) -> Iterator[CheckResult]:
     cxx = environment.find_cxx()
     yield check_compiler(cxx)
     if environment.installed_version("torch") is None:
-        return  # Everything below would fail for the same reason.
+        return  # All checks below would fail for the same reason.
     yield attempt("fbgemm", run_fbgemm, REINSTALL)
     yield attempt("device", describe_device, REINSTALL)
     yield from check_ptxas()
@@ -78,18 +78,18 @@ def diagnose(*, quick: bool = False) -> Iterator[CheckResult]:
 
 
 def attempt(name: str, check: Callable[[], str], remedy: str) -> CheckResult:
-    """Run a check that returns its detail; an exception becomes an error with `remedy`."""
+    """Runs a check, which returns its detail; an exception becomes an error with `remedy`."""
     try:
         return CheckResult("ok", name, check())
     except FAILURES as failure:
-        # An InstallationError advises to run the doctor, which is under way.
+        # An InstallationError advises running the doctor, which is running already, so report its cause.
         error = failure.__cause__ if isinstance(failure, InstallationError) else failure
         first_line = next(iter(str(error).strip().splitlines()), "")
         return CheckResult("error", name, f"{type(error).__name__}: {first_line}", remedy)
 
 
 def check_versions(versions: dict[str, str]) -> Iterator[CheckResult]:
-    """Compare the installed torch, fbgemm and torchrec with the rows that were tested together."""
+    """Compares the installed torch, fbgemm and torchrec with the versions that were tested together."""
     torch = versions.get("torch")
     if torch is None:
         yield CheckResult("error", "torch", "not installed", REINSTALL)
@@ -110,14 +110,14 @@ def check_versions(versions: dict[str, str]) -> Iterator[CheckResult]:
 
 
 def compare_protos() -> str:
-    """Check that the config language was compiled from the `.proto` files beside it."""
+    """Checks that the config language was compiled from the `.proto` files beside it."""
     if environment.protos_differ():
         raise WrongResult("recsys/protos was not compiled from what protos/ is now")
     return "compiled"
 
 
 def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[CheckResult]:
-    """Check that FBGEMM's build fits: the CUDA build needs a driver, the CPU build ignores a GPU."""
+    """Checks that FBGEMM's build fits: the CUDA build needs a driver, and the CPU build ignores a GPU."""
     fbgemm = versions.get("fbgemm-gpu")
     if fbgemm is None:
         return
@@ -139,7 +139,7 @@ def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Check
 
 
 def check_compiler(cxx: str | None) -> CheckResult:
-    """Check that there is a C++ compiler, which `recsys.export` needs."""
+    """Checks that there is a C++ compiler, which `recsys.export` needs."""
     if cxx is None:
         detail = "no C++ compiler ($CXX, g++, clang++): recsys.export cannot work"
         return CheckResult("warning", "C++ compiler", detail, "apt install g++")
@@ -147,7 +147,7 @@ def check_compiler(cxx: str | None) -> CheckResult:
 
 
 def check_ptxas() -> Iterator[CheckResult]:
-    """Check the assembler: that of Triton 3.6 and 3.7 miscompiles some Hopper code; 13.3 does not."""
+    """Checks the assembler: the ptxas of Triton 3.6 and 3.7 miscompiles some Hopper code; 13.3 does not."""
     environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
     if environment.driver_version() is None:
@@ -189,7 +189,7 @@ def run_fbgemm() -> str:
 
 
 def explain_ops() -> str:
-    """List the backends of each op on this machine, for a small batch in float32 and in bfloat16."""
+    """Lists the backends of each op on this machine, for a small batch in float32 and in bfloat16."""
     import torch
 
     from recsys import ops
@@ -218,7 +218,7 @@ def explain_ops() -> str:
 
 
 def train_a_step() -> str:
-    """Train FBGEMM embeddings through attention to a loss: the gradient must be finite and not zero."""
+    """Trains FBGEMM embeddings through attention and a loss; the gradient must be finite and not zero."""
     import torch
 
     from recsys import ops
@@ -241,7 +241,7 @@ def train_a_step() -> str:
 
 
 def compile_a_package() -> str:
-    """Compile a function with AOTInductor, load the package, compare with eager."""
+    """Compiles a function with AOTInductor, loads the package, and compares its result with eager mode."""
     import torch
 
     inductor = importlib.import_module("torch._inductor")

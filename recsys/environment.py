@@ -1,7 +1,8 @@
 """Describes this machine: versions of libraries, driver, compilers.
 
-`recsys.install` reads the table of tested rows (so nothing here imports torch at the top), checkpoints
-and packages record `versions()`, the exporter asks for `find_cxx()`, and `recsys.doctor` reports all of it.
+`recsys.install` reads the table of tested versions (so this module does not import torch at the top),
+checkpoints and packages record `versions()`, the exporter calls `find_cxx()`, and `recsys.doctor` reports all
+of it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from recsys.errors import InstallationError
 
 
 class Row(NamedTuple):
-    """Versions of the three libraries that only work together."""
+    """Versions of three libraries that only work together."""
 
     torch: str
     fbgemm: str
@@ -43,23 +44,23 @@ TESTED = (
 )
 
 FOR_GPUS = TESTED[0]
-"""The row that was run and timed on GPUs. Its torch includes Triton 3.6, whose Gluon the Hopper kernels use;
-with the Triton of later ones they are not used."""
+"""The row that was run and timed on GPUs. Its torch includes Triton 3.6, whose Gluon the Hopper kernels need;
+with the Triton of later rows these kernels are not used."""
 
 MINIMAL_PTXAS = (13, 3)
-"""Earlier assemblers miscompile some products of Triton's on Hopper."""
+"""Oldest ptxas to use on Hopper; older ones miscompile some of Triton's matrix products there."""
 
 PACKAGED_PTXAS = "nvidia-cuda-nvcc>=13.3"
-"""A distribution with an assembler that is new enough."""
+"""Distribution with a ptxas that is new enough."""
 
 REPAIR = "type `python -m recsys.install`; `python -m recsys.doctor` says what is wrong"
-"""Advice about an installation that does not work, for the end of a sentence."""
+"""Advice about a broken installation, as the end of a sentence."""
 
 COMPILE_PROTOS = "python scripts/compile_protos.py"
-"""The command to type if `protos_differ`."""
+"""Command to type if `protos_differ()` returns True."""
 
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError)
-"""Errors of importing a library of which a part is missing or was built for another version."""
+"""Errors that importing a library raises if a part of it is missing or was built for another version."""
 
 _RECORDED = ("torch", "torchrec", "torchmetrics", "tensordict", "numpy", "pyarrow", "protobuf", "triton")
 
@@ -73,19 +74,19 @@ _WARNINGS_ON_CUDA = (
     "Multiple backends are registered with this ProcessGroup",
     "TBE B200 optimization",
 )
-"""Regular expressions of warnings (their beginnings) that TorchRec 1.6 and FBGEMM 1.6 give on every GPU."""
+"""Regular expressions for the beginnings of warnings that TorchRec 1.6 and FBGEMM 1.6 give on every GPU."""
 
 
 def tested_row(torch_version: str) -> Row | None:
-    """The row of the table for a torch version such as `2.13.0+cpu`, or None when it was never tested."""
+    """Returns the row of `TESTED` for a torch version such as `2.13.0+cpu`, or None if it has none."""
     minor = ".".join(torch_version.split(".")[:2])
     return next((row for row in TESTED if row.torch == minor), None)
 
 
 def versions() -> dict[str, str]:
-    """Versions that can change a result: Python, this package and each installed library.
+    """Returns the versions that can change a result: Python, this package and each installed library.
 
-    `fbgemm-gpu` ends in `+cpu` when the build for machines without a GPU is installed.
+    The version of `fbgemm-gpu` ends in `+cpu` if the build for machines without a GPU is installed.
     """
     by_package = {"recsys": recsys.__version__, "python": platform.python_version()}
     for name in _RECORDED:
@@ -101,9 +102,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns the git commit of the clone that this package runs from, with a word if files differ from it.
+    """Returns the git commit of the clone that this package runs from, with " with changes" if files differ.
 
-    Empty for an installed package, and where git cannot tell.
+    The text is empty for an installed package, or if git cannot find the commit.
     """
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
@@ -122,12 +123,12 @@ def commit() -> str:
 
 
 def protos_differ(root: Path | None = None) -> bool:
-    """True in a clone whose `protos/` changed after `recsys/protos` was compiled, for example by a pull.
+    """Returns whether `protos/` of the clone changed after `recsys/protos` was compiled, e.g. by a pull.
 
-    Then fields that the reference lists may not exist.
+    If it did, fields that the config reference lists may not exist.
 
     Args:
-        root: of the clone; the folder around this package by default.
+        root: root of the clone; the folder around this package by default.
     """
     from recsys import protos
 
@@ -137,7 +138,7 @@ def protos_differ(root: Path | None = None) -> bool:
 
 
 def protos_fingerprint(sources: list[Path]) -> str:
-    """Hex SHA-256 of the names and texts of `.proto` files."""
+    """Returns the SHA-256 of the names and texts of `.proto` files, in hex."""
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -145,7 +146,7 @@ def protos_fingerprint(sources: list[Path]) -> str:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution, or None."""
+    """Returns the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -153,9 +154,9 @@ def installed_version(distribution: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver, or None when `libnvidia-ml.so.1` does not load: there is no driver then.
+    """Returns the version of the NVIDIA driver, or None if there is no driver.
 
-    FBGEMM's CUDA build cannot be imported without one.
+    Without a driver, `libnvidia-ml.so.1` does not load, and FBGEMM's CUDA build cannot be imported.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -169,17 +170,17 @@ def driver_version() -> str | None:
 
 
 def find_cxx() -> str | None:
-    """Path of the C++ compiler to export with: `$CXX` if set, else g++, else clang++; None if missing."""
+    """Returns the path of the C++ compiler for exports: `$CXX` if set, else g++, else clang++, else None."""
     chosen = os.environ.get("CXX")
     candidates = (chosen,) if chosen else ("g++", "clang++")
     return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def prefer_packaged_ptxas() -> None:
-    """Let Triton assemble with the ptxas of an installed nvidia-cuda-nvcc, unless the user named one.
+    """Makes Triton use the ptxas of an installed nvidia-cuda-nvcc, unless the user named a ptxas.
 
-    Triton 3.6 and 3.7 bring ptxas 12.8, which miscompiles some Hopper code. Takes effect for kernels that are
-    compiled afterwards.
+    Triton 3.6 and 3.7 include ptxas 12.8, which miscompiles some Hopper code. The call affects kernels that
+    are compiled after it.
     """
     spec = importlib.util.find_spec("nvidia")
     if "TRITON_PTXAS_PATH" in os.environ or spec is None or spec.submodule_search_locations is None:
@@ -192,7 +193,8 @@ def prefer_packaged_ptxas() -> None:
 
 
 def find_ptxas() -> str | None:
-    """Path of Triton's assembler: `$TRITON_PTXAS_PATH`, else the one inside Triton, else one on PATH."""
+    """Returns the path of Triton's ptxas: `$TRITON_PTXAS_PATH`, else the one in Triton, else the one on
+    PATH."""
     chosen = os.environ.get("TRITON_PTXAS_PATH")
     if chosen:
         return shutil.which(chosen)
@@ -205,19 +207,19 @@ def find_ptxas() -> str | None:
 
 
 def newer_ptxas() -> str:
-    """The command that installs an assembler fit for Hopper, if the present one is not."""
+    """Returns the command that installs a ptxas that works on Hopper."""
     install = f"pip install '{PACKAGED_PTXAS}'"
-    # An assembler that the user named comes before any that is installed.
+    # A ptxas that the user named takes precedence over an installed one.
     return f"unset TRITON_PTXAS_PATH; {install}" if os.environ.get("TRITON_PTXAS_PATH") else install
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """`13.5` as (13, 5); empty for an unknown version."""
+    """Parses a version such as `13.5` to (13, 5); empty for an unknown version."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def tool_version(path: str) -> str:
-    """The version that a compiler or assembler prints, such as `13.5` or `12.2.0`; else empty."""
+    """Returns the version that a compiler or assembler prints, such as `13.5` or `12.2.0`, or ""."""
     done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=30)
     shown = done.stdout
     match = re.search(r"release (\d+\.\d+)", shown) or re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", shown)
@@ -225,19 +227,20 @@ def tool_version(path: str) -> str:
 
 
 def import_torchrec_quietly() -> ModuleType:
-    """Import torchrec, which loads FBGEMM, without their needless log lines, which are filtered by text.
+    """Imports torchrec, which loads FBGEMM, and filters these needless log lines by their text:
 
-    - FBGEMM's own table of torch versions lacks releases that work (1.6.0 among them); it then warns that it
-      cannot determine compatibility. `TESTED` is what counts.
+    - FBGEMM's table of torch versions lacks releases that work (1.6.0 among them), and FBGEMM then warns that
+      it cannot determine compatibility. `TESTED` decides instead.
     - FBGEMM logs through the root logger while it is imported, which would install a root handler for the
       whole process.
     - torch.fx warns about its own API at the first KeyedJaggedTensor that TorchRec makes.
     - DistributedDataParallel warns on every rank, see `quiet_torch`.
     - On CUDA, TorchRec asks torch for the device of a process group with two backends, through a deprecated
-      function that also warns about the two; FBGEMM warns that this GPU is not of the next generation.
+      function that also warns about the two backends; FBGEMM warns that this GPU is not of the next
+      generation.
 
     Raises:
-        InstallationError: it cannot be imported.
+        InstallationError: torchrec cannot be imported.
     """
     quiet_torch()
     for beginning in _WARNINGS_ON_CUDA:
@@ -252,20 +255,20 @@ def import_torchrec_quietly() -> ModuleType:
 
 
 def quiet_torch() -> None:
-    """Call before torch is imported, which reads the level of its C++ logs once.
+    """Lowers the level of torch's C++ logs. Call it before torch is imported: it reads the level once.
 
-    There, DistributedDataParallel warns on every rank about the time that its search for unused parameters
-    takes; `training.distributed` needs that search for another reason. A setting of the user stays.
+    In these logs, DistributedDataParallel warns on every rank about the time that its search for unused
+    parameters takes; `training.distributed` needs that search for another reason. A setting of the user is
+    not changed.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Run torch.export and AOTInductor without three messages about themselves that do not help users.
+    """Silences three messages of torch.export and AOTInductor that do not help users, during the block.
 
-    torch's compiler of C++ extensions warns where a CUDA toolkit is installed and no GPU is; packages for the
-    CPU do not need one.
+    One of them is about a CUDA toolkit on a machine without a GPU, which packages for the CPU do not need.
     """
     needless = ("torch.export KJT to_dict", "No CUDA runtime is found, using CUDA_HOME")
 

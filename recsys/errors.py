@@ -1,27 +1,27 @@
-"""Errors that end a command, each with the exit code of its kind.
+"""Defines the errors that end a command, each with the exit code of its kind.
 
-This module imports nothing of the package. A message says where (file:line, field path, row), what was given,
-what is allowed and what to do; `recsys.cli.main` prints it without a traceback.
+This module imports nothing from the package. A message says where the error is (file:line, field path, row),
+what was given, what is allowed and what to do; `recsys.cli.main` prints it without a traceback.
 """
 
 
 def shortened(value: object) -> str:
-    """Returns the `repr` of a value for a message, without the middle if it is long."""
+    """Returns the `repr` of a value for a message; a long one is shortened in the middle."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:50]}...{shown[-20:]} ({len(shown):,} characters)"
 
 
 class RecsysError(Exception):
-    """Base of the errors that are meant for users; exit code 1 (run time)."""
+    """Base class of the errors that are meant for users; exit code 1 (run-time error)."""
 
     exit_code = 1
 
 
 class ConfigError(RecsysError):
-    """A .config or a command line that cannot be used; exit code 2.
+    """Reports a .config or a command line that cannot be used; exit code 2.
 
     Args:
-        findings: every problem found, one line each.
+        findings: every problem that was found, one line each.
     """
 
     exit_code = 2
@@ -35,22 +35,22 @@ class ConfigError(RecsysError):
 
 
 class DataError(RecsysError):
-    """A file or row that breaks the data contract; exit code 3."""
+    """Reports a file or row that breaks the data contract; exit code 3."""
 
     exit_code = 3
 
 
 class NonFiniteLossError(RecsysError):
-    """A loss that is NaN or infinite, found before any weight moved; exit code 4."""
+    """Reports a loss that is NaN or infinite, found before any weight changed; exit code 4."""
 
     exit_code = 4
 
 
 class Terminated(RecsysError):
-    """A signal ended the run in an orderly way, with its state saved. Exit code: 128 + the signal's number.
+    """Reports that a signal ended the run, with its state saved; exit code 128 + the signal's number.
 
     Args:
-        message: what was saved and how to go on.
+        message: says what was saved and how to continue.
         signal_number: SIGTERM (15, exit code 143) unless given.
     """
 
@@ -64,6 +64,6 @@ class Terminated(RecsysError):
 
 
 class InstallationError(RecsysError):
-    """A missing or mismatched part of the installation; exit code 5."""
+    """Reports a missing or mismatched part of the installation; exit code 5."""
 
     exit_code = 5

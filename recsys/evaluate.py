@@ -1,4 +1,4 @@
-"""`python -m recsys.evaluate`: metrics of a trained model on one split of the data.
+"""`python -m recsys.evaluate`: computes the metrics of a trained model on one split of the data.
 
 `recsys.evaluate(...)` calls the library's function `recsys.api.evaluate`.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger("recsys.evaluate")
 
 def run(call: cli.Call) -> None:
     """Evaluate a trained model on the validation or test rows."""
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
     from recsys.data.workers.processes import start_server
 
@@ -62,7 +62,7 @@ def _report(result: "Evaluation", call: cli.Call) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
+    """Adds the flags of this command."""
     parser.add_argument(
         "--split", choices=["train", "validation", "test"], default="test", help="default: test"
     )

@@ -1,4 +1,4 @@
-"""`python -m recsys.export`: from a checkpoint to a package that `recsys.predict` and services load."""
+"""`python -m recsys.export`: compiles a checkpoint into a package that `recsys.predict` and services load."""
 
 import argparse
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger("recsys.export")
 
 def run(call: cli.Call) -> None:
     """Compile a trained model into one folder, proven equal to the evaluated model on real rows."""
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
     environment.import_torchrec_quietly()
@@ -47,7 +47,7 @@ def run(call: cli.Call) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
+    """Adds the flags of this command."""
     group = parser.add_argument_group("export flags")
     group.add_argument(
         "--output",

@@ -1,7 +1,7 @@
-"""Writes folders atomically, with manifests that prove them whole and a lock for the writing process.
+"""Writes folders atomically, with manifests that prove them complete and a lock for the writing process.
 
-Checkpoints, packages and predictions are written beside their place, hashed, synced and renamed. A reader
-never finds a part of one, even after a crash.
+Checkpoints, packages and predictions are written beside their final path, hashed, synced and renamed. A
+reader never finds an incomplete one, even after a crash.
 """
 
 import errno
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 
 
 def sha256(file: Path | BinaryIO) -> str:
-    """Hex SHA-256 of the bytes of a file, or of the rest of an open one."""
+    """Returns the SHA-256, in hex, of the bytes of a file, or of the rest of an open file."""
     if isinstance(file, Path):
         with file.open("rb") as opened:
             return sha256(opened)
@@ -34,7 +34,7 @@ def sha256(file: Path | BinaryIO) -> str:
 
 
 def sync(path: Path) -> None:
-    """Waits until the bytes of a file, or the entries of a folder, are on the disk."""
+    """Waits until the bytes of a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -43,20 +43,20 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file so that a reader sees the old or the new text, never a part."""
+    """Writes a small file atomically: a reader sees the old or the new text, never a part of it."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text, encoding="utf-8")
         publish(aside, path)
     except OSError:
-        # A full disk, or a folder in the way; nothing half-written stays.
+        # The disk may be full, or a folder may have this path; leave nothing half-written.
         with suppress(OSError):
             aside.unlink()
         raise
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a symbolic link, or a folder with all that is in it."""
+    """Removes a file, a symbolic link, or a folder with its contents."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(str(path))
     else:
@@ -64,7 +64,7 @@ def remove(path: Path) -> None:
 
 
 def publish(aside: Path, path: Path) -> None:
-    """Gives a finished file or folder its name, durably; a folder already there is replaced."""
+    """Renames a finished file or folder to its final path, durably; an existing folder is replaced."""
     for entry in sorted(aside.rglob("*")) if aside.is_dir() else []:
         sync(entry)
     sync(aside)
@@ -82,11 +82,10 @@ def publish(aside: Path, path: Path) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Gives a folder to fill beside `path`. It is renamed to `path` if the block ends without an error, else
-    removed.
+    """Yields a folder to fill beside `path`; it is renamed to `path` if the block succeeds, else removed.
 
     Raises:
-        RecsysError: a living process is filling that folder.
+        RecsysError: another running process is filling that folder.
     """
     aside = path.with_name(f".{path.name}.partial")
     aside.mkdir(parents=True, exist_ok=True)
@@ -102,8 +101,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _own_folder(path: Path) -> Iterator[bool]:
-    """Locks a folder for the block and removes what a dead process left in it. Yields False if a living
-    process holds it or has just renamed it."""
+    """Locks a folder for the block and removes what a dead process left in it. Yields False if a running
+    process holds the folder or has just renamed it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -120,14 +119,14 @@ def _own_folder(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """In the block, turns a full disk or quota into an error that says where; the system does not name files
-    that were already open.
+    """Turns errors about a full disk or quota, during the block, into an error that names the folder. The
+    system's error does not name files that were already open.
 
     Args:
-        folder: what is written to, or would be made.
+        folder: the folder that is written to, or would be created.
 
     Raises:
-        RecsysError: in place of such an error.
+        RecsysError: the disk or quota is full.
     """
     try:
         yield
@@ -144,9 +143,9 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Holds a lock file for the block; yields False if a living process holds it already.
+    """Holds a lock file during the block; yields False if another running process holds it.
 
-    The system releases the lock of a process that ends, however it ends. The file stays, which is harmless.
+    The system releases the lock when the process ends, however it ends. The file remains, which is harmless.
     """
     with path.open("a") as file:
         try:
@@ -165,7 +164,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_faults(folder: Path) -> list[str]:
-    """Differences between a folder and its manifest, one line each; empty if the folder is whole."""
+    """Returns the differences between a folder and its manifest, one line each; empty if it is complete."""
     try:
         files = _listed(folder)
     except FileNotFoundError:
@@ -186,7 +185,7 @@ def manifest_faults(folder: Path) -> list[str]:
 
 
 def not_in_manifest(folder: Path) -> list[Path]:
-    """Files in a folder that its manifest does not name, sorted; all files if there is no manifest."""
+    """Returns the files of a folder that its manifest does not name, sorted; all files without a manifest."""
     try:
         listed = {folder / name for name in [MANIFEST, *_listed(folder)]}
     except (OSError, ValueError, TypeError):
@@ -196,7 +195,7 @@ def not_in_manifest(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """The entry of a file in a manifest."""
+    """The entry of one file in a manifest."""
 
     sha256: str
     bytes: int

@@ -1,7 +1,7 @@
-"""An argument parser that answers a mistake with one line that says what was meant.
+"""Provides an argument parser that answers a mistake with one line that suggests what was meant.
 
-Used by all commands and the tools of `scripts/`. Imports nothing but Python's standard library, and
-argcomplete when a shell asks for completions.
+All commands and the tools of `scripts/` use it. It imports only Python's standard library, and argcomplete if
+a shell asks for completions.
 """
 
 import argparse
@@ -17,23 +17,24 @@ from recsys import environment
 from recsys.errors import shortened
 
 COMPLETING = "_ARGCOMPLETE"
-"""Environment variable by which a shell asks for completions: how many words stand before the arguments."""
+"""Environment variable by which a shell asks for completions; it holds the number of words before the
+arguments."""
 
 MOST = 10**12
-"""The largest integer that a flag takes; its products with units of time still fit 64 bits."""
+"""Largest integer that a flag accepts; its products with units of time still fit into 64 bits."""
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that suggests the nearest flag for an unknown one, and completes in a shell."""
 
     def parse_args(self, args=None, namespace=None):
-        """Parses arguments; when a shell asks for completions, prints those and ends the process."""
+        """Parses arguments; if a shell asks for completions, prints them and ends the process."""
         if COMPLETING in os.environ:
             _complete(self)
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with exit code 2."""
+        """Prints the mistake and ends the process with exit code 2."""
         unknown = message.removeprefix("unrecognized arguments: ").split()
         flags = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
         hints = []
@@ -57,13 +58,13 @@ class PrintVersions(argparse.Action):
 
 
 def split_command(parser: Parser, names: Iterable[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command that the first argument names, and the arguments behind it.
+    """Returns the command that the first argument names, and the arguments after it.
 
-    The command parses its arguments by itself, so that a misspelt flag is compared with its own flags.
+    The command itself parses these arguments, so that a misspelled flag is compared with the command's flags.
 
     Args:
-        parser: knows the flags that may stand instead of a command, such as --help.
-        names: the commands.
+        parser: parses the flags that may replace a command, such as --help.
+        names: names of the commands.
     """
     names = list(names)
     if COMPLETING in os.environ:
@@ -78,7 +79,8 @@ def split_command(parser: Parser, names: Iterable[str], arguments: Sequence[str]
 
 
 def _command_of_shell(parser: Parser, names: list[str]) -> str:
-    """The command in the line that a shell completes; completes the command itself if it is not typed yet."""
+    """Returns the command in the line that a shell completes; completes the command itself if it is
+    missing."""
     from argcomplete.lexers import split_line
 
     words = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
@@ -91,22 +93,22 @@ def _command_of_shell(parser: Parser, names: list[str]) -> str:
 
 
 def _complete(parser: Parser) -> None:
-    """Prints the completions that a shell asks for, and ends the process."""
+    """Prints the completions that a shell asks for and ends the process."""
     import argcomplete
 
     argcomplete.autocomplete(parser)
 
 
 def closed_pipe() -> int:
-    """Drops the rest of the output, which nobody reads any more (`| head`), and returns the exit code 141."""
-    # Python would complain about the closed pipe when it exits.
+    """Drops the rest of the output, which nobody reads any more (`| head`), and returns exit code 141."""
+    # Without this, Python would complain about the closed pipe when it exits.
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 def positive(text: str) -> int:
-    """The `type` of an argument that must be an integer from 1 to `MOST`."""
+    """Parses an argument that must be an integer from 1 to `MOST`; for `type=`."""
     if not text.isdecimal() or not text.isascii() or not text.strip("0"):
         raise argparse.ArgumentTypeError(f"{shortened(text)} is not an integer above 0")
     if len(text) > len(str(MOST)) or int(text) > MOST:

@@ -1,8 +1,8 @@
 """`python -m recsys.init FOLDER`: starts a project that trains at once.
 
-The folder gets a sample log of events, the training data and config that `recsys.prepare csv` makes of it,
-and a README with the commands; from there a user goes on with a log of their own. With `--config NAME` it
-gets a ready config instead.
+The folder gets a sample log of events, the training data and config that `recsys.prepare csv` makes from it,
+and a README with the commands; from there users can continue with their own log. With `--config NAME` the
+folder gets a ready config instead.
 """
 
 import difflib
@@ -128,10 +128,10 @@ def _ready_config(name: str) -> Path:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[None]:
-    """Makes the folder and, if the block fails, removes it.
+    """Makes the folder, and removes it if the block fails.
 
     Raises:
-        ConfigError: it exists and is not an empty folder.
+        ConfigError: the folder exists and is not empty, or is a file.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists; nothing was changed. Name a new folder")
@@ -146,7 +146,7 @@ def _new_folder(folder: Path) -> Iterator[None]:
 def _write_sample(folder: Path) -> None:
     for file in ("events.csv", "LICENSE", "SOURCE.md"):
         shutil.copyfile(resources.SAMPLE / file, folder / file)
-    # Run as a user would in the folder, so that the paths in the config are relative to it.
+    # Run in the folder, as a user would, so that the paths in the config are relative to it.
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -166,7 +166,7 @@ def _write_ready(folder: Path, source: Path) -> None:
 
 
 def _wrapped(flags: Sequence[str]) -> str:
-    """A command's flags with values, three on a line, as a shell reads them."""
+    """Formats a command's flags with their values, three per line, quoted for a shell."""
     pairs = [shlex.join(flags[start : start + 2]) for start in range(0, len(flags), 2)]
     lines = [" ".join(pairs[start : start + 3]) for start in range(0, len(pairs), 3)]
     return " \\\n    ".join(lines)

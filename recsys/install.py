@@ -1,17 +1,18 @@
 """`python -m recsys.install`: installs the torch, fbgemm and torchrec that fit this machine and each other.
 
-They work in matching rows only (`recsys.environment.TESTED`), while pip takes the newest of each, so a plain
-`pip install` of this package leaves them out. This command keeps a torch that is installed (2.11, 2.12 or
+They only work in matching versions (`recsys.environment.TESTED`), while pip takes the newest of each, so a
+plain `pip install` of this package leaves them out. This command keeps an installed torch (2.11, 2.12 or
 2.13), else takes the newest tested one, and picks the fbgemm-gpu and torchrec that match it.
 
-With an NVIDIA driver that is torch 2.11, with whose Triton the kernels for Hopper work, an assembler that is
-right about them (nvidia-cuda-nvcc), and the CUDA build, fbgemm-gpu. It cannot be imported without a driver,
-so other machines get fbgemm-gpu-cpu. torchrec asks for the name `fbgemm-gpu` in either case, hence a stand-in
-distribution of that name, with nothing in it but the requirement on fbgemm-gpu-cpu of the same version. One
-pip call installs all, and `pip check` stays clean. In a clone the same call installs the package, editable.
+With an NVIDIA driver, it takes torch 2.11, whose Triton the kernels for Hopper need, an assembler that
+compiles them correctly (nvidia-cuda-nvcc), and the CUDA build, fbgemm-gpu. That build cannot be imported
+without a driver, so other machines get fbgemm-gpu-cpu. torchrec requires the name `fbgemm-gpu` in either
+case, hence a stand-in distribution of that name, which contains only the requirement on fbgemm-gpu-cpu of the
+same version. One pip call installs everything, and `pip check` stays clean. In a clone the same call installs
+the package, editable.
 
-pip's own settings hold (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, pip.conf). Standard library only; exit code 5
-when the machine does not fit, else pip's or `recsys.doctor`'s.
+pip's own settings apply (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, pip.conf). This module needs only the
+standard library. The exit code is 5 if the machine does not fit, else pip's or `recsys.doctor`'s.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from recsys.errors import InstallationError
 from recsys.flags import Parser
 
 ALIAS_FOLDER = Path(sys.prefix) / "share" / "recsys"
-"""Where the stand-in for fbgemm-gpu stays, so that the pip line that was printed can be typed again."""
+"""Folder of the stand-in for fbgemm-gpu, which is kept so that the printed pip line can be typed again."""
 
 
 class Plan(NamedTuple):
     """The commands to run, in order.
 
     Attributes:
-        uninstall: distributions in the way: both builds of FBGEMM own the same files.
-        alias: where to write the stand-in for fbgemm-gpu, or None on a machine with a driver.
-        install: arguments of the one `pip install`.
+        uninstall: distributions to remove first, because both builds of FBGEMM own the same files.
+        alias: path at which to write the stand-in for fbgemm-gpu; None on a machine with a driver.
+        install: arguments of the single `pip install`.
         reasons: one line per choice, for the user.
     """
 
@@ -99,13 +100,13 @@ def make_plan(
     system: str,
     package: Sequence[str] = (),
 ) -> Plan:
-    """Choose versions from what is installed and from the driver's version (None: not there).
+    """Chooses versions by the installed versions and the driver's version (None: not there).
 
     Args:
-        package: what pip is told to install besides, for example `--editable .`.
+        package: what pip installs in addition, for example `--editable .`.
 
     Raises:
-        InstallationError: no row fits the installed torch, or FBGEMM has no wheels for the system.
+        InstallationError: no tested row fits the installed torch, or FBGEMM has no wheels for the system.
     """
     if system.lower() not in ("linux x86_64", "linux aarch64"):
         raise InstallationError(
@@ -133,7 +134,7 @@ def make_plan(
 
 
 def run(plan: Plan, folder: Path, *, dry_run: bool) -> int:
-    """Print and (unless `dry_run`) execute the plan in `folder`; the first exit code that is not 0 ends it.
+    """Prints the plan and, unless `dry_run`, executes it in `folder` until an exit code is not 0.
 
     Raises:
         InstallationError: this Python has no pip, or its folder cannot be written.
@@ -156,10 +157,10 @@ def run(plan: Plan, folder: Path, *, dry_run: bool) -> int:
 
 
 def write_alias_wheel(path: Path) -> None:
-    """Write a wheel without code, named and versioned as `path` says, that requires fbgemm-gpu-cpu.
+    """Writes a wheel without code that requires fbgemm-gpu-cpu, with the name and version that `path` says.
 
     Raises:
-        InstallationError: it cannot be written.
+        InstallationError: the wheel cannot be written.
     """
     name, version = path.name.split("-")[:2]
     folder = f"{name}-{version}.dist-info"

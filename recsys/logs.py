@@ -1,4 +1,4 @@
-"""Marks log lines for `log.txt` alone: the console shows their content already, as in a progress bar."""
+"""Marks log lines for `log.txt` alone: the console already shows their content, as in a progress bar."""
 
 import logging
 
@@ -7,5 +7,5 @@ FILE_ONLY = {"file_only": True}
 
 
 def is_for_console(record: logging.LogRecord) -> bool:
-    """Filter of the console's handler: drops lines marked `FILE_ONLY`."""
+    """Returns whether the console shows a record: all but those marked `FILE_ONLY`. A filter for handlers."""
     return not getattr(record, "file_only", False)

@@ -1,4 +1,4 @@
-"""`python -m recsys.predict`: from files with original ids to files with scores or recommendations."""
+"""`python -m recsys.predict`: reads files with original ids and writes scores or recommendations."""
 
 import argparse
 import logging
@@ -10,7 +10,7 @@ from recsys import cli
 from recsys.errors import ConfigError
 
 MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
-"""Fields of a package's config that `--set` may change; the rest was compiled in."""
+"""Fields of a package's config that `--set` may change; all other fields were compiled in."""
 
 log = logging.getLogger("recsys.predict")
 
@@ -23,7 +23,7 @@ def run(call: cli.Call) -> None:
         raise ConfigError(
             [f"--set {override}: compiled into the package; only {allowed} may change" for override in fixed]
         )
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
     environment.import_torchrec_quietly()

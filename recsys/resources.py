@@ -1,6 +1,6 @@
-"""Finds what comes with the package: the ready configs and the sample of `recsys init`.
+"""Finds files that come with the package: the ready configs and the sample of `recsys init`.
 
-Standard library only, since `recsys.install` runs before anything is installed.
+It uses only the standard library, because `recsys.install` runs before anything is installed.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ SAMPLE = _PACKAGE / "sample"
 """Folder of the sample: `events.csv`, its `LICENSE`, and `SOURCE.md`, which says what it is."""
 
 PROTOS = _PACKAGE / "protos"
-"""Folder of the compiled config language, which also holds the `.proto` files that it was made of."""
+"""Folder of the compiled config language, which also holds its `.proto` files."""
 
 
 def clone() -> Path | None:
@@ -23,8 +23,8 @@ def clone() -> Path | None:
 def ready_configs() -> dict[str, Path]:
     """Returns the file of each ready config by its name, such as `ml_1m_hstu`.
 
-    They are in `configs/` of a clone, from where the build hook copies them into a wheel. Configs that train
-    on a clone's test data are left out: elsewhere they find no data.
+    They are in `configs/` of a clone; the build hook copies them into a wheel. Configs that train on a
+    clone's test data are left out, because elsewhere they find no data.
     """
     root = clone()
     folder = root / "configs" if root is not None else _PACKAGE / "ready_configs"

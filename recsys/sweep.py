@@ -1,4 +1,4 @@
-"""`python -m recsys.sweep`: trains combinations of settings in sequence and compares them on validation."""
+"""`python -m recsys.sweep`: trains combinations of settings and compares their metrics on validation."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from recsys.errors import ConfigError, Terminated
 
 def run(call: cli.Call) -> None:
     """Train every combination of the settings of --vary, or test which learning rate fits (--find-lr)."""
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
     flags = call.flags
@@ -61,10 +61,10 @@ def _find_rate(call: cli.Call) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    own = parser.add_argument_group("sweep flags")
+    group = parser.add_argument_group("sweep flags")
     about = "values to try, such as 'model.embedding_dim=[32,64]'; may be repeated, for all combinations"
-    own.add_argument("--vary", metavar="PATH=[...]", action="append", default=[], help=about)
-    own.add_argument("--find-lr", action="store_true", help="test growing learning rates instead")
+    group.add_argument("--vary", metavar="PATH=[...]", action="append", default=[], help=about)
+    group.add_argument("--find-lr", action="store_true", help="test growing learning rates instead")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

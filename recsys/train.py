@@ -1,4 +1,4 @@
-"""`python -m recsys.train`: trains the model of a config, or goes on where a run stopped."""
+"""`python -m recsys.train`: trains the model of a config, or continues a run that stopped."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from recsys.errors import Terminated
 
 def run(call: cli.Call) -> None:
     """Train a model; a run that stopped goes on where it was saved."""
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
     from recsys.data.workers.processes import start_server
 

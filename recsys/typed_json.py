@@ -1,6 +1,6 @@
-"""Reads JSON into declared types, so that a damaged file is an error at the place of the damage.
+"""Reads JSON into declared types, so that a damaged file causes an error that names the damaged entry.
 
-`parse(text, Progress)` gives a `Progress` whose fields have the types that the dataclass declares.
+`parse(text, Progress)` returns a `Progress` whose fields have the types that the dataclass declares.
 """
 
 import dataclasses
@@ -21,11 +21,12 @@ def parse(text: str | bytes, kind: type[T]) -> T:
     Args:
         text: JSON; bytes are UTF-8.
         kind: a dataclass, NamedTuple, TypedDict, list[...], dict[str, ...], int, float, str, bool, Any, or
-            one of these or None. A dataclass has no further entries, a TypedDict may have more.
+            a union of one of these with None. Entries that a dataclass does not declare are an error; a
+            TypedDict may have more entries.
 
     Raises:
-        ValueError: the text is no JSON, nested too deeply, or has NaN, infinity or half a character in it.
-        TypeError: a value is missing or of another type; the message names its place.
+        ValueError: the text is not JSON, is nested too deeply, or holds NaN, infinity or half a character.
+        TypeError: a value is missing or has another type; the message names the entry.
     """
     text = text if isinstance(text, str) else text.decode("utf-8")
     try:
@@ -42,7 +43,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _require_characters(value: Any) -> None:
-    """Refuses escapes of half a surrogate pair, which no file and no terminal can show."""
+    """Raises ValueError for an escape of half a surrogate pair, which no file or terminal can show."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

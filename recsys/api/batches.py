@@ -27,14 +27,14 @@ class Batches:
     Attributes:
         source: where the rows are, as a message of the config.
         num_rows: number of rows.
-        columns: names of the columns that predictions read; training and evaluation read labels too.
+        columns: names of the columns that prediction reads; training and evaluation read labels too.
     """
 
     def __init__(self, source: pb.Source, cfg: Config, owned: MemoryFile | None = None) -> None:
-        """Use `recsys.batches`; `owned` is the table in memory that `source` names.
+        """Checks the rows; call `recsys.batches` instead. `owned` is the table in memory that `source` names.
 
         Raises:
-            DataError: no rows, or an input of the model is missing.
+            DataError: there are no rows, or an input of the model is missing.
         """
         self.source = source
         self._config = cfg
@@ -61,12 +61,12 @@ class Batches:
         ...     outputs = model.module(batch)
 
         Args:
-            mode: purpose: "train", "evaluate" or "predict", which reads no labels.
+            mode: purpose of the rows: "train", "evaluate", or "predict", which reads no labels.
             shuffle: mix the rows, differently in each epoch.
-            rank, world_size: which of several readers this is.
+            rank, world_size: number of this reader, and number of readers that share the rows.
 
         Raises:
-            DataError: a column that the purpose needs is missing, or a row is bad.
+            DataError: a column that `mode` needs is missing, or a row is bad.
         """
         pipeline = pb.Pipeline()
         pipeline.CopyFrom(self._config.pipeline)
@@ -88,11 +88,11 @@ def batches(rows: Rows | str | Path, cfg: Config) -> Batches:
         rows: a pandas or polars DataFrame, a pyarrow Table, a dict of columns; the path, folder or pattern of
             parquet files, local or any fsspec address; or "train", "validation" or "test" for the rows that
             the config names. A row is a request: `docs` and configs/REFERENCE.md list the columns.
-        cfg: of the model that will read them.
+        cfg: config of the model that will read the rows.
 
     Raises:
-        DataError: no rows, a missing column or one of a wrong type; all of them are named.
-        ConfigError: a split that the config does not name.
+        DataError: there are no rows, or columns are missing or have a wrong type; the message names them all.
+        ConfigError: the config does not name the split.
     """
     if not isinstance(cfg, Config):
         raise ConfigError(f"cfg: a {type(cfg).__name__} is given; give the recsys.Config of the model")
@@ -107,10 +107,10 @@ def batches(rows: Rows | str | Path, cfg: Config) -> Batches:
 
 
 def as_batches(rows: "Batches | Rows | str | Path", cfg: Config) -> Batches:
-    """Rows in any form as `Batches` of a model's config."""
+    """Converts rows in any form to `Batches` for a model's config."""
     return rows if isinstance(rows, Batches) else batches(rows, cfg)
 
 
 def device() -> torch.device:
-    """The device of models that are built or loaded: a GPU if there is one."""
+    """Returns the device of models that are built or loaded: a GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

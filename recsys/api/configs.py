@@ -1,4 +1,4 @@
-"""`recsys.config`: a resolved and checked config from a text, a file or another config."""
+"""Implements `recsys.config`, which makes a resolved and checked config from a text, file or other config."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,10 +20,10 @@ from recsys.errors import ConfigError, DataError
 from recsys.prepare.dataset_writer import IdCounts
 
 _LATER = "memory:///rows-that-batches-will-give.parquet"
-"""Stands for the rows of training and validation while a config without them is checked."""
+"""Placeholder for training and validation rows while a config without them is checked."""
 
 _COUNTED_SIDES = (pb.CANDIDATE, pb.HISTORY, pb.USER)
-"""Sides whose columns hold the events, in the order of preference."""
+"""Sides whose columns hold the events to count, in order of preference."""
 
 _NO_FILE = "vocabulary.file: not set"
 
@@ -34,16 +34,17 @@ _HINT = (
 
 
 class Config:
-    """A config with everything filled in and checked; `print` shows each setting and where it comes from.
+    """A resolved and checked config. `print` shows each setting and its origin.
 
     Attributes:
-        pipeline: the resolved message, to read settings such as `cfg.pipeline.model.embedding_dim`. Its
-            settings do not change: `recsys.config(cfg, ["train.num_steps=100"])` makes another config.
+        pipeline: the resolved message, to read settings such as `cfg.pipeline.model.embedding_dim`. Do not
+            change it: `recsys.config(cfg, ["train.num_steps=100"])` makes a new config.
         warnings: one line for each setting that is allowed but has no effect or a surprising one.
     """
 
     def __init__(self, loaded: Loaded, ready: configs.Ready, owned: Sequence[MemoryFile] = ()) -> None:
-        """Use `recsys.config`; `owned` are the tables in memory that the config names."""
+        """Wraps a prepared config; call `recsys.config` instead. `owned` are the tables in memory that the
+        config names."""
         self._loaded = loaded
         self._origins = ready.origins
         self._owned = tuple(owned)
@@ -74,17 +75,17 @@ def config(
     Args:
         source: the text of a config, the path of a file, or a config to change.
         overrides: assignments such as `train.num_steps=100`, as for the flag `--set` of the commands.
-        vocabularies: the ids of each embedding table that the config names no file for. Training rows, in
-            which ids are counted, the most frequent first; or a mapping from a table's name to its ids.
-        items: the features of a retriever's items, as a table with a row for each item; the place of
+        vocabularies: the ids of each embedding table for which the config names no file: either training
+            rows, whose ids are counted and sorted by frequency, or a mapping from a table's name to its ids.
+        items: the features of a retriever's items, as a table with one row per item; replaces
             `data.item_file`.
 
     Returns:
-        A config that `build`, `batches` and `fit` take. It may lack `data.train` and `data.validation`, for
-        these rows can come from data frames.
+        A config that `build`, `batches` and `fit` accept. It may lack `data.train` and `data.validation`,
+        because these rows can come from data frames.
 
     Raises:
-        ConfigError: with all findings, one line each, by line of the file.
+        ConfigError: lists all findings, one line each, with the line of the file.
         DataError: the rows lack a column whose ids are to be counted.
     """
     loaded, mistakes = _parse(source, overrides)
@@ -100,13 +101,13 @@ def config(
 
 
 def of_pipeline(pipeline: pb.Pipeline) -> Config:
-    """The config of a package, as it was resolved when it was made."""
+    """Returns the config of a package, as it was resolved when the package was made."""
     loaded = Loaded(pipeline, {})
     return Config(loaded, _prepare(loaded, (), ()))
 
 
 def in_memory(cfg: Config) -> Config:
-    """The same config without its rows, and with tables in memory in the place of its other files."""
+    """Returns the config without its rows, and with tables in memory instead of its other files."""
     loaded, mistakes = _parse(cfg, ())
     data = loaded.pipeline.data
     for field in ("train", "validation", "test", "vocabulary_dir"):
@@ -128,16 +129,16 @@ def in_memory(cfg: Config) -> Config:
 
 
 def with_sources(cfg: Config, sources: Mapping[str, pb.Source], overrides: Sequence[str] = ()) -> pb.Pipeline:
-    """The resolved pipeline of a config with other rows and overrides.
+    """Returns the resolved pipeline of a config with other rows and overrides.
 
     Args:
         cfg: the config.
-        sources: rows by split, in place of those of the config. Without rows for validation, the settings of
-            evaluation are left out.
-        overrides: assignments.
+        sources: rows by split, which replace the config's rows. Without rows for validation, the settings of
+            evaluation are removed.
+        overrides: assignments such as `train.num_steps=100`.
 
     Raises:
-        ConfigError: with all findings.
+        ConfigError: lists all findings.
     """
     loaded, mistakes = _parse(cfg, overrides)
     data = loaded.pipeline.data
@@ -145,7 +146,7 @@ def with_sources(cfg: Config, sources: Mapping[str, pb.Source], overrides: Seque
         getattr(data, split).CopyFrom(source)
     if not data.HasField("validation"):
         loaded.pipeline.train.ClearField("evaluation")
-    # Tables in memory are not seen by other processes, and a notebook has no main module to start them from.
+    # Other processes do not see tables in memory, and a notebook has no main module to start them from.
     data.num_workers = 0
     return configs.prepare_loaded(loaded, mistakes).pipeline
 
@@ -167,7 +168,7 @@ def _parse(source: str | Path | Config, overrides: Sequence[str]) -> Parsed:
             f"a {type(source).__name__} is given; give the text of a config, the path of a .config file, or "
             "a recsys.Config"
         )
-    # No path of a config has a brace or a line break, and no useful text lacks both.
+    # The path of a config has neither a brace nor a line break, while every useful text has one of them.
     is_text = "{" in source or "\n" in source
     return configs.parse(source, "config", overrides) if is_text else configs.read_parsed(source, overrides)
 
@@ -189,7 +190,7 @@ def _prepare(loaded: Loaded, mistakes: Sequence[str], overrides: Sequence[str]) 
 
 
 def _add_vocabularies(pipeline: pb.Pipeline, vocabularies: Rows) -> list[MemoryFile]:
-    """Sets the file of each vocabulary that has none to a table in memory, and returns these tables."""
+    """Gives each vocabulary without a file a table in memory, and returns these tables."""
     missing: dict[str, list[pb.Feature]] = {}
     for feature in pipeline.features:
         has_vocabulary = feature.HasField("id") and feature.id.HasField("vocabulary")
@@ -212,10 +213,10 @@ def _add_vocabularies(pipeline: pb.Pipeline, vocabularies: Rows) -> list[MemoryF
 
 
 def _count(rows: pa.Table, table: str, features: list[pb.Feature]) -> pa.Table:
-    """Counts the ids of a table as the preparation tools do: each training event once.
+    """Counts the ids of an embedding table as the preparation tools do: each training event once.
 
-    In rows with candidates these are the events, and histories repeat them; an id that occurs in histories
-    only comes last, with count 0.
+    In rows with candidates, the candidates are the events, and histories repeat them. An id that occurs only
+    in histories comes last, with count 0.
     """
     counts, rest = IdCounts(), []
     for feature in features:
@@ -235,7 +236,7 @@ def _count(rows: pa.Table, table: str, features: list[pb.Feature]) -> pa.Table:
 
 
 def _values(column: pa.ChunkedArray) -> pl.Series:
-    """All values of a column of ids or of lists of ids, without nulls."""
+    """Returns all values of a column of ids or of lists of ids, without nulls."""
     array = one_array(column)
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         array = array.flatten()
@@ -243,7 +244,7 @@ def _values(column: pa.ChunkedArray) -> pl.Series:
 
 
 def _listed(ids: Rows, table: str) -> pa.Table:
-    """A vocabulary of a column of ids, or of a table with the column `id` and perhaps `count`."""
+    """Makes a vocabulary from a column of ids, or from a table with the column `id` perhaps `count`."""
     if hasattr(ids, "column_names") or hasattr(ids, "columns"):
         return to_table(ids, f"vocabularies[{table!r}]")
     return to_table({"id": ids}, f"vocabularies[{table!r}]")

@@ -1,4 +1,4 @@
-"""`recsys.prepare_events`: from a log of events in a data frame to rows and a first config."""
+"""Implements `recsys.prepare_events`, which makes rows and a first config from a log in a data frame."""
 
 import contextlib
 import io
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedEvents:
-    """A log as rows of each split, with a config for a first model.
+    """The rows of each split of a log, and a config for a first model.
 
     Attributes:
-        config: what `python -m recsys.prepare csv` writes as `starter.config`, with the vocabularies of the
-            log; `recsys.config(data.config, ["train.num_epochs=5"])` changes it.
-        train, validation, test: rows.
+        config: the config that `python -m recsys.prepare csv` writes as `starter.config`, with the
+            vocabularies of the log; `recsys.config(data.config, ["train.num_epochs=5"])` changes it.
+        train, validation, test: the rows of each split.
         latest: the whole history of each user at the end of the log, to make recommendations from. For
-            ranking the rows of the flag `--candidates FILE`, None without it.
+            ranking, the rows of the flag `--candidates FILE`, or None without it.
         items: the features of each item, for `recsys.config(..., items=data.items)` with an item encoder;
             None for ranking and without features.
     """
@@ -57,29 +57,29 @@ def prepare_events(
     item_features: Sequence[str] = (),
     flags: Sequence[str] = (),
 ) -> PreparedEvents:
-    """Makes rows and a config of a log of events, as the command `python -m recsys.prepare csv` does.
+    """Makes rows and a config from a log of events, as the command `python -m recsys.prepare csv` does.
 
     >>> data = recsys.prepare_events(ratings, user="userId", item="movieId", time="timestamp")
     >>> model = recsys.build(data.config)
     >>> recsys.fit(model, data.train, validation=data.validation)
     >>> model.recommend(data.latest, k=10)
 
-    Without labels the task is retrieval, leave-one-out: the last item of each user is the test target, the
-    one before it the validation target. With labels it is ranking, split by time.
+    Without labels, the task is retrieval with leave-one-out splits: the last item of each user is the test
+    target, and the item before it is the validation target. With labels, the task is ranking, split by time.
 
     Args:
-        events: a table of any kind that `recsys.batches` takes, with a row for each event.
+        events: a table of any kind that `recsys.batches` takes, with one row per event.
         user, item, time: names of the columns with the user, the item and the time of each event.
-        time_unit: "s", "ms" or "us" since 1970, or "iso" for dates as text; by default that of a date or text
-            column, and "s" for numbers.
-        labels: columns that a ranker predicts, by the name of their task: of 0 and 1, with a condition such
-            as "rating>=4", or of any number if the column's name is followed by ":regression".
+        time_unit: "s", "ms" or "us" since 1970, or "iso" for dates as text; by default the unit of a date
+            column, "iso" for a text column, and "s" for numbers.
+        labels: columns that a ranker predicts, by the name of their task: 0 or 1, a condition such as
+            "rating>=4", or any number if the column's name is followed by ":regression".
         item_features: names of columns with categories of the item.
         flags: more flags of the command, such as `["--min-item-events", "5"]`.
 
     Raises:
-        ConfigError: a flag that does not exist or fit.
-        DataError: a missing column, or a value that cannot be used, by row.
+        ConfigError: a flag does not exist, or does not fit the others.
+        DataError: a column is missing, or a value cannot be used; names the row.
     """
     table = to_table(events, "events")
     for name in dict.fromkeys((user, item, time, *item_features)):
@@ -100,7 +100,7 @@ def prepare_events(
 
 
 def _run(arguments: list[str], source: str) -> None:
-    """Runs the command with its output in the log; errors call the file of the events `events`."""
+    """Runs the command with its output in the log; errors name the file of the events `events`."""
     printed, complaint = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaint):
@@ -109,13 +109,13 @@ def _run(arguments: list[str], source: str) -> None:
         raise ConfigError(complaint.getvalue().strip().rpartition("error: ")[2]) from error
     except (ConfigError, DataError) as error:
         raise type(error)(str(error).replace(source, "events")) from None
-    # The last line names the folder, which is gone in a moment.
+    # The last line names the folder, which is about to be removed.
     for line in printed.getvalue().splitlines()[:-1]:
         log.info("%s", line)
 
 
 def _with_plain_time(table: pa.Table, time: str) -> tuple[pa.Table, str]:
-    """The table with numbers or texts in its column of times, and their unit."""
+    """Converts the column of times to numbers or texts; returns the table and the unit of the times."""
     place = table.schema.get_field_index(time)
     kind = table.schema.field(place).type
     if is_text(kind):

@@ -1,4 +1,4 @@
-"""`recsys.fit` and `recsys.evaluate`: the commands' training and evaluation, on rows of any kind."""
+"""Implements `recsys.fit` and `recsys.evaluate`: the commands' training and evaluation, on any rows."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ from recsys.training.session import CHECKPOINTS, Session
 from recsys.training.state import capture_rng, restore_rng
 
 DATA = "data"
-"""Folder in a run folder with the rows and vocabularies that were in memory."""
+"""Name of the folder, within a run folder, for the rows and vocabularies that were in memory."""
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,14 @@ class Fit:
     """The result of a training run.
 
     Attributes:
-        metrics: of the best evaluation, by name; empty without validation rows. The model has its weights.
-        history: a row for every `train.log_every_steps` steps: step, epoch, loss, learning rates, speed.
-        evaluations: a row for each evaluation: step, `best` (so far), and all metrics.
-        step: steps done in all.
-        best_step: step of the best evaluation; None without one.
-        reason: why it ended: "all 500 steps are done".
-        folder: run folder, if it has one.
+        metrics: metrics of the best evaluation, by name, whose weights the model has; empty without
+            validation rows.
+        history: one row for every `train.log_every_steps` steps: step, epoch, loss, learning rates, speed.
+        evaluations: one row per evaluation: step, `best` (whether it is the best so far), and all metrics.
+        step: total number of steps.
+        best_step: step of the best evaluation; None without an evaluation.
+        reason: the reason why training ended, such as "all 500 steps are done".
+        folder: run folder, or None without one.
     """
 
     metrics: dict[str, float]
@@ -80,29 +81,30 @@ def fit(
     >>> result = recsys.fit(model, train, validation=validation, epochs=3)
     >>> result.evaluations.to_pandas().plot(x="step", y="ndcg@10")
 
-    Training begins with the model's weights as they are, with new optimizers and a new schedule, and ends
-    with those of the best evaluation, or the last ones without validation rows. Interrupting the kernel stops
-    after the current step and keeps what was learned. A process group that exists is used, and every rank
-    must make the call; otherwise there is none to see.
+    Training begins with the model's current weights, new optimizers and a new schedule. The model ends with
+    the weights of the best evaluation, or, without validation rows, with the last weights. Interrupting the
+    kernel stops after the current step and keeps what was learned. If a process group exists, it is used, and
+    every rank must make the call; else a call leaves none behind.
 
     Args:
         model: from `recsys.build` or `recsys.load`.
         train: rows to train on; absent: `data.train` of the config.
-        validation: rows to evaluate on, when `train.evaluation` says; absent: `data.validation` of the
-            config, if it is there.
-        steps, epochs: how long, in place of `train.num_steps` and `train.num_epochs`.
-        folder: run folder to write or to go on with: checkpoints, metrics, report. It is that of
-            `recsys.train`, so all commands take it; rows from memory are kept in it. Absent: nothing stays.
+        validation: rows to evaluate on, at the steps that `train.evaluation` sets; absent: `data.validation`
+            of the config, if the config has it.
+        steps, epochs: length of training, instead of `train.num_steps` and `train.num_epochs`.
+        folder: run folder to write or to continue, with checkpoints, metrics and report. It has the form of
+            a run folder of `recsys.train`, so all commands take it; rows from memory are saved in it. Absent:
+            no files are kept.
         callbacks: hooks; each method of `recsys.Hook` is called as its docstring says.
-        progress: print losses and metrics, unless the log of `recsys` is shown already.
+        progress: print losses and metrics, unless the log of `recsys` is already shown.
 
     Raises:
-        ConfigError: a setting that does not fit, or both steps and epochs.
-        DataError: a missing column or a bad row, by row and column.
+        ConfigError: a setting does not fit, or both steps and epochs are given.
+        DataError: a column is missing, or a row is bad; names row and column.
         NonFiniteLossError: a loss or gradient is not finite; the model keeps its weights.
     """
     module = model.require_module("trained")
-    # Rows in memory live as long as these objects.
+    # Keep these objects: rows in memory live only as long as they do.
     batches = {
         name: as_batches(rows, model.config)
         for name, rows in (("train", train), ("validation", validation))
@@ -128,17 +130,17 @@ def fit(
 
 
 def evaluate(model: Model, rows: Batches | Rows | str | Path) -> dict[str, float]:
-    """Metrics and losses of a model on rows with labels, as `python -m recsys.evaluate` computes them.
+    """Computes metrics and losses of a model on rows with labels, as `python -m recsys.evaluate` does.
 
     >>> recsys.evaluate(model, test)
     {'ndcg@10': 0.0687, 'hit_rate@10': 0.1262, ..., 'loss': 6.95}
 
     Args:
         model: from `recsys.build`, `recsys.fit` or `recsys.load` of a run folder.
-        rows: what `recsys.batches` takes or makes.
+        rows: rows in any form that `recsys.batches` takes, or its result.
 
     Returns:
-        The config's metrics by name, `loss`, and with several tasks `loss/<task>`; NaN where undefined.
+        The config's metrics by name, `loss`, and with several tasks also `loss/<task>`; NaN if undefined.
 
     Raises:
         ConfigError: the model is a package.
@@ -184,10 +186,10 @@ def _in_memory(hooks: list[Hook]) -> Any:
 
 
 class _Progress(Console):
-    """The console's lines without those about files, of which nothing stays."""
+    """Shows the console's lines except those about files, because no files are kept."""
 
     def finished(self, outcome: Outcome) -> None:
-        """Shows why the run ended and its best evaluation."""
+        """Shows the reason why the run ended, and its best evaluation."""
         self.close()
         best = outcome.best
         line = "" if best is None else f"; best: {best.metric} {best.value:.4f} after step {best.step}"
@@ -196,7 +198,7 @@ class _Progress(Console):
 
 @contextlib.contextmanager
 def _progress_shown(shown: bool) -> Iterator[None]:
-    """Prints the package's log during the block, unless the caller shows it already."""
+    """Prints the package's log during the block, unless the caller already shows it."""
     package = logging.getLogger("recsys")
     if not shown or (package.isEnabledFor(logging.INFO) and package.hasHandlers()):
         yield
@@ -223,7 +225,7 @@ class _Printer(logging.Handler):
 
 @contextlib.contextmanager
 def _run_folder(folder: str | Path | None) -> Iterator[Path]:
-    """The run folder, or one that is removed after the block; the same on every rank."""
+    """Yields the run folder, or one that is removed after the block; the same on every rank."""
     if folder is not None:
         yield Path(folder)
         return
@@ -237,10 +239,10 @@ def _run_folder(folder: str | Path | None) -> Iterator[Path]:
 
 
 def _keep_rows(pipeline: pb.Pipeline, folder: Path) -> None:
-    """Writes what is in memory into the run folder and lets the pipeline name these files.
+    """Writes rows and vocabularies in memory into the run folder, and makes the pipeline name these files.
 
     Raises:
-        RecsysError: the folder has other rows.
+        RecsysError: the folder already has other rows.
     """
     data = pipeline.data
     for split in ("train", "validation", "test"):
@@ -257,7 +259,7 @@ def _keep_rows(pipeline: pb.Pipeline, folder: Path) -> None:
 
 
 def _keep(address: str, path: Path) -> str:
-    """Copies a file from memory to a path and returns the path; other addresses stay as they are."""
+    """Copies a file in memory to a path and returns the path; any other address is returned unchanged."""
     if not address.startswith(PROTOCOL):
         return address
     with fsspec.open(address, "rb") as file:
@@ -291,7 +293,7 @@ def _result(outcome: Outcome, records: list[dict[str, Any]], folder: Path | None
 
 
 def _flat(record: dict[str, Any], inner: Sequence[str]) -> dict[str, Any]:
-    """A record as a row: dicts in it become columns, `metrics` under their names, others as `lr/dense`."""
+    """Flattens a record to a row: entries of `metrics` keep their names, others become `lr/dense`."""
     row = {name: value for name, value in record.items() if name != "kind" and name not in inner}
     for name in inner:
         prefix = "" if name == "metrics" else f"{'loss' if name == 'losses' else name}/"

@@ -1,4 +1,4 @@
-"""`recsys.build`, `recsys.load` and the `Model` that they return, which answers questions about rows."""
+"""Implements `recsys.build` and `recsys.load`, and the `Model` that they return."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,20 +32,22 @@ from recsys.training.state import capture_rng, restore_rng, seed_everything
 
 
 class Model:
-    """A recommender that takes and gives original ids; ids that it does not know count as unknown.
+    """A recommender that takes and returns original ids; ids outside of its vocabularies count as unknown.
 
-    A ranker scores the candidates of each row, a retriever searches all items. Rows may come as any table
-    that `recsys.batches` takes, and answers are pyarrow tables: the config's `data.key_columns`, then lists,
-    row by row in the order of the input. `answer.to_pandas()` and `polars.from_arrow(answer)` convert them.
+    A ranker scores the candidates of each row; a retriever searches all items. Rows may come as any table
+    that `recsys.batches` takes. Answers are pyarrow tables, row by row in the order of the input: the
+    config's `data.key_columns`, then lists. `answer.to_pandas()` and `polars.from_arrow(answer)` convert
+    them.
 
     Attributes:
-        config: the config that it was built from.
+        config: the config that the model was built from.
         module: the PyTorch module, with the weights that `fit` trains; None for a package, which is compiled.
-        package: the package that it was loaded from, or None.
+        package: the package that the model was loaded from, or None.
     """
 
     def __init__(self, cfg: Config, module: base.Model | None, package: Package | None = None) -> None:
-        """Use `recsys.build` or `recsys.load`; exactly one of `module` and `package` is given."""
+        """Wraps a module or a package; call `recsys.build` or `recsys.load` instead. Exactly one of `module`
+        and `package` is given."""
         self.config = cfg
         self.module = module
         self.package = package
@@ -68,8 +70,9 @@ class Model:
             rows: the inputs of the model, the key columns, and the candidates (`candidate_<feature>`).
 
         Returns:
-            The key columns, the candidates, and their scores as a list for each row, in the same order: of a
-            ranker a column for each task, of a retriever the column `score`, null for an unknown item.
+            The key columns, the candidates, and their scores, as one list per row in the same order. A ranker
+            returns one column of scores per task. A retriever returns the column `score`, which is null for
+            an unknown item.
 
         Raises:
             DataError: a column is missing or has a wrong type, or a row is bad; names column and row.
@@ -86,17 +89,17 @@ class Model:
         >>> model.recommend(frame, k=5)  # user_id, item_id: the best first, score
 
         Args:
-            rows: as for `score`; a retriever needs no candidates. Items of the history are left out, unless
-                the config sets `predict { remove_history: false }`.
-            k: items for each row, fewer where a row has fewer to choose from.
-            by: the task whose scores a ranker sorts by; the first by default.
+            rows: as for `score`; a retriever needs no candidates. A retriever leaves out items of the
+                history, unless the config sets `predict { remove_history: false }`.
+            k: number of items per row; a row with fewer items to choose from gets fewer.
+            by: the task whose scores a ranker sorts by; the first task by default.
 
         Returns:
             The key columns, the list of items, and the list of their scores.
 
         Raises:
-            ConfigError: `k` is not between 1 and the number of items, or there is no such task.
-            DataError: as `score`.
+            ConfigError: `k` is not between 1 and the number of items, or the task does not exist.
+            DataError: as for `score`.
         """
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ConfigError(f"k: {k!r} is given; it must be a whole number of at least 1")
@@ -112,10 +115,10 @@ class Model:
             return predictor.table(table)
 
     def embeddings(self, rows: Rows | None = None, *, feature: str | None = None) -> pa.Table:
-        """Returns vectors: of items, of rows, or of a feature's ids.
+        """Returns the vectors of all items, of rows, or of a feature's ids.
 
         >>> model.embeddings()  # id, vector: every item of a retriever, to put into a search engine
-        >>> model.embeddings(frame)  # key columns, vector: what each row's next item is searched with
+        >>> model.embeddings(frame)  # key columns, vector: each row's query for its next item
         >>> model.embeddings(feature="author_id")  # id, vector: the embedding table of a feature
 
         Args:
@@ -123,12 +126,12 @@ class Model:
             feature: an id feature with a vocabulary.
 
         Returns:
-            `id` or the key columns, and `vector`, a list of E float32. A retriever's score is the product of
-            the vectors of a row and an item. A row without history has zeros.
+            `id` or the key columns, and `vector`, a list of E float32 numbers. A retriever's score is the
+            inner product of the vectors of a row and an item. A row without history has a vector of zeros.
 
         Raises:
             ConfigError: the model has no such vectors.
-            DataError: as `score`.
+            DataError: as for `score`.
         """
         if feature is not None:
             if rows is not None:
@@ -174,7 +177,7 @@ class Model:
 
     @contextmanager
     def _answering(self) -> Iterator[Predictor]:
-        """The predictor of the weights as they are now, with the module in evaluation mode for the block."""
+        """Yields a predictor with the current weights; the module is in evaluation mode during the block."""
         if self.module is None:
             if self._predictor is None and self.package is not None:
                 self._predictor = Predictor(self.package, _copy(self.package.pipeline))
@@ -193,14 +196,14 @@ class Model:
 
 
 def build(cfg: Config) -> Model:
-    """Builds the model of a config, with the weights that its `train.seed` draws.
+    """Builds the model of a config, with weights initialized from `train.seed`.
 
     >>> model = recsys.build(recsys.config("configs/quickstart.config"))
 
-    It stands on the GPU if there is one. The random generators of the process stay as they were.
+    The model is on the GPU if there is one. The random generators of the process do not change.
 
     Raises:
-        ConfigError: no `Config` is given.
+        ConfigError: `cfg` is not a `Config`.
     """
     if not isinstance(cfg, Config):
         raise ConfigError(
@@ -223,11 +226,11 @@ def load(folder: str | Path, which: str = "best") -> Model:
 
     Args:
         folder: run folder of `recsys.train` or of `fit(..., folder=...)`, or the folder of a package.
-        which: the state of a run: "best", "newest", or the number of a step that was kept.
+        which: the checkpoint of a run: "best", "newest", or the number of a step that was kept.
 
     Raises:
-        RecsysError: there is neither, or it is damaged.
-        ConfigError: vocabularies that the run's config names are gone.
+        RecsysError: the folder has neither a run nor a package, or it is damaged.
+        ConfigError: a vocabulary that the run's config names is gone.
     """
     folder = Path(folder)
     if (folder / DESCRIPTION).is_file():
@@ -262,7 +265,7 @@ def _present_keys(predictor: Predictor, table: pa.Table) -> list[str]:
 
 
 def _best_candidates(predictor: Predictor, table: pa.Table, k: int, by: str | None) -> pa.Table:
-    """Sorts the candidates of each row by the score of a task, ties in the order of the row."""
+    """Sorts the candidates of each row by the score of a task; ties keep the order of the row."""
     tasks = model_of(predictor.pipeline).outputs
     task = tasks[0] if by is None else by
     if task not in tasks:
@@ -279,7 +282,7 @@ def _best_candidates(predictor: Predictor, table: pa.Table, k: int, by: str | No
     rank = np.arange(len(flat)) - np.repeat(starts, lengths)
     chosen = pa.array(order[rank < k])
     kept = np.minimum(lengths, k)
-    # A row that was left out as bad has null scores; its candidates are not among the answers.
+    # A row that was left out as bad has null scores, and its candidates are not in the answer.
     good = items.filter(scores.is_valid())
     answer = answer.select(_present_keys(predictor, table))
     name = item.removeprefix(features.PREFIX[pb.CANDIDATE])
@@ -288,7 +291,8 @@ def _best_candidates(predictor: Predictor, table: pa.Table, k: int, by: str | No
 
 
 def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
-    """Products of each row's vector with those of its candidates; null for an unknown item."""
+    """Computes the inner products of each row's vector and its candidates' vectors, null for an unknown
+    item."""
     name = features.PREFIX[pb.CANDIDATE] + predictor.item
     item = features.searched_item(predictor.pipeline)
     check_columns(table.schema, [FileColumn(name, pb.CANDIDATE, Kind.ID, feature=item)], "rows")
@@ -306,13 +310,13 @@ def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
 
 
 def _spans(lists: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of lists among their values, end to end; a null has none."""
+    """Returns the starts and lengths of lists within their concatenated values; a null list has length 0."""
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     return np.cumsum(lengths) - lengths, lengths
 
 
 def _lists(values: pa.Array, lengths: np.ndarray, like: pa.Array) -> pa.Array:
-    """A list a row of values that lie end to end; null where `like` is null."""
+    """Cuts concatenated values into one list per row, which is null where `like` is null."""
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     offsets = pa.array(ends, mask=np.append(like.is_null().to_numpy(zero_copy_only=False), False))
     return pa.ListArray.from_arrays(offsets, values)

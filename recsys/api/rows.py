@@ -1,4 +1,4 @@
-"""Rows that a user hands over, in whatever form, as a pyarrow table."""
+"""Converts rows that a user passes, in any supported form, to a pyarrow table."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -18,10 +18,10 @@ def to_table(rows: Rows, name: str = "rows") -> pa.Table:
 
     Args:
         rows: see `Rows`.
-        name: what errors call the rows.
+        name: name of the rows in errors.
 
     Raises:
-        DataError: they are of another type, or a column holds values of several types.
+        DataError: the rows have an unsupported type, or a column holds values of several types.
     """
     try:
         return _plain(_table(rows, name))
@@ -50,7 +50,7 @@ def _table(rows: Rows, name: str) -> pa.Table:
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """Turns views, which newer versions of polars export, into plain strings and lists."""
+    """Converts view types, which newer versions of polars export, to plain strings and lists."""
     plain = pa.schema([(field.name, _plain_type(field.type)) for field in table.schema])
     return table.cast(plain) if plain != table.schema.remove_metadata() else table.replace_schema_metadata()
 

@@ -1,7 +1,7 @@
 """Turns a `.config` file into a resolved, checked `pb.Pipeline`: load, override, check, resolve, print.
 
-Commands call `prepare`, which is `load` + `check` + `resolve` with all findings in one ConfigError. The
-package stands below everything that reads a config; it builds no modules and imports no torch.
+Commands call `prepare`, which does `load`, `check` and `resolve` and puts all findings into one ConfigError.
+The package stands below everything that reads a config; it builds no modules and does not import torch.
 `recsys.config(...)` calls the library's function `recsys.api.config`.
 
     ready = config.prepare("configs/quickstart.config", ["train.num_steps=100"])
@@ -44,7 +44,7 @@ FILE_NAME = "config.resolved"
 
 
 class Loaded(NamedTuple):
-    """A config as written.
+    """A config as written, neither resolved nor checked.
 
     Attributes:
         pipeline: the message.
@@ -56,18 +56,18 @@ class Loaded(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """The readable part of a config, and the mistakes in the rest."""
+    """The part of a config that could be read, and the mistakes in the rest."""
 
     loaded: Loaded
     mistakes: list[str]
 
 
 class Ready(NamedTuple):
-    """A config to build from.
+    """A resolved and checked config, ready to build from.
 
     Attributes:
         pipeline: the resolved and checked message.
-        origins: where each value that the file does not give came from, by field path.
+        origins: the origin of each value that the file does not give, by field path.
         warnings: one line for each setting that is allowed but has no effect or a surprising one.
     """
 
@@ -83,15 +83,16 @@ def load(
     imports: Sequence[str] = (),
     follow_imports: bool = True,
 ) -> pb.Pipeline:
-    """Reads the config in a file, with overrides such as `train.num_steps=100`; neither resolved nor checked.
+    """Reads the config in a file and applies overrides such as `train.num_steps=100`, without resolving or
+    checking it.
 
     Args:
         imports: modules to import first, because they extend the config language.
-        follow_imports: also import the modules that the config lists. False for the config of a package,
-            which may come from anybody.
+        follow_imports: also import the modules that the config lists. Use False for the config of a package,
+            which may come from an untrusted source.
 
     Raises:
-        ConfigError: with every mistake in the file and the overrides.
+        ConfigError: lists every mistake in the file and the overrides.
     """
     return read(path, overrides, imports=imports, follow_imports=follow_imports).pipeline
 
@@ -103,7 +104,7 @@ def read(
     imports: Sequence[str] = (),
     follow_imports: bool = True,
 ) -> Loaded:
-    """Like `load`, and also returns the place of every field."""
+    """Reads a config as `load` does, and also returns the location of every field."""
     loaded, mistakes = read_parsed(path, overrides, imports=imports, follow_imports=follow_imports)
     if mistakes:
         raise ConfigError(mistakes)
@@ -125,8 +126,8 @@ def prepare(
         imports, follow_imports: as in `load`.
 
     Raises:
-        ConfigError: with every finding. After mistakes in the text come findings about the part that could be
-            read, without those about missing fields, because the unreadable part may hold them.
+        ConfigError: lists every finding. Mistakes in the text come first, then findings about the part that
+            could be read, except those about missing fields, which the unreadable part may hold.
     """
     parsed = read_parsed(path, overrides, imports=imports, follow_imports=follow_imports)
     return prepare_loaded(*parsed, overrides, read_files=read_files)
@@ -140,11 +141,11 @@ def prepare_loaded(
     Args:
         loaded: the config as written; it is not changed.
         mistakes: findings of `parse`.
-        overrides: those that `loaded` contains, for warnings about them.
+        overrides: the overrides that `loaded` contains, for warnings about them.
         read_files: also read the sizes of vocabularies from their files.
 
     Raises:
-        ConfigError: with every finding, as `prepare`.
+        ConfigError: lists every finding, as in `prepare`.
     """
     resolved = resolve(loaded.pipeline, read_files=False)
     findings = checks.findings(resolved.pipeline, resolved.origins)
@@ -169,7 +170,7 @@ def check(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> lis
 
     Args:
         pipeline: resolved or not.
-        locations: from `read`; without it, findings start with the field path.
+        locations: the locations that `read` returns; without them, findings start with the field path.
     """
     resolved = resolve(pipeline, read_files=False)
     return checks.lines(checks.findings(resolved.pipeline, resolved.origins), locations or {})
@@ -179,7 +180,7 @@ def check_device(pipeline: pb.Pipeline, device: str) -> None:
     """Refuses a resolved config that asks for something that a device, `cpu` or `cuda`, cannot do.
 
     Raises:
-        ConfigError: with every finding.
+        ConfigError: lists every finding.
     """
     findings = checks.device_findings(pipeline, device)
     if findings:
@@ -190,7 +191,7 @@ def check_libraries(pipeline: pb.Pipeline, locations: dict[str, str] | None = No
     """Refuses a config whose training needs a library that is not installed.
 
     Raises:
-        ConfigError: with every finding, in the form of `check`.
+        ConfigError: lists every finding, in the form of `check`.
     """
     findings = checks.library_findings(pipeline)
     if findings:
@@ -203,7 +204,7 @@ def warnings(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> 
 
 
 def to_text(pipeline: pb.Pipeline, origins: dict[str, str] | None = None) -> str:
-    """Writes a config as text that `load` reads back as the same message; origins become comments."""
+    """Writes a config as text that `load` reads back as the same message, with origins as comments."""
     return textproto.write(pipeline, origins)
 
 
@@ -214,7 +215,7 @@ def read_parsed(
     imports: Sequence[str] = (),
     follow_imports: bool = True,
 ) -> Parsed:
-    """Reads the config in a file; mistakes are returned.
+    """Reads the config in a file, and returns mistakes instead of raising them.
 
     Raises:
         ConfigError: the file cannot be read, or a module cannot be imported.
@@ -247,7 +248,7 @@ def parse(
 
     Args:
         text: in protobuf text format.
-        name: what findings call the text, usually its file.
+        name: name of the text in findings, usually its file.
         overrides: assignments such as `train.num_steps=100`.
         imports, follow_imports: as in `load`.
 
@@ -287,7 +288,7 @@ def _parse(text: str, name: str, overrides: Sequence[str]) -> Parsed:
 
 
 def _replaced(overrides: Sequence[str]) -> list[str]:
-    """Warns of overrides that a later one replaces; a user may repeat a flag and expect a list to grow."""
+    """Warns about overrides that a later one replaces: a user may repeat a flag and expect a list to grow."""
     paths = [assignment.partition("=")[0].strip() for assignment in overrides]
     return [
         f"--set {assignment}: a later --set {path} replaces it; a list is given as a whole, {path}=['a', 'b']"
@@ -297,7 +298,7 @@ def _replaced(overrides: Sequence[str]) -> list[str]:
 
 
 def _neighbours(file: Path) -> str:
-    """Suggests .config files whose name resembles that of a missing one."""
+    """Suggests .config files whose names resemble the name of a missing file."""
     folder = file.parent
     if file.exists() or not folder.is_dir():
         return ""

@@ -1,9 +1,9 @@
 """Declarations: the facts that families of models and mixers state before anything is built.
 
-A config is checked without torch, so what it must know of a model stands in a class of its own, the family's
-declaration, registered under the family's message with `registry.declare`. Configs, readers, commands and
-packages ask `model_of(pipeline)` and `mixer_of(pipeline)` and never name a family or a mixer themselves. The
-defaults below describe a model that scores every candidate of a row for each of its tasks.
+A config is checked without torch, so the facts that this needs about a model are in a class of their own, the
+family's declaration, which `registry.declare` registers under the family's message. Configs, readers,
+commands and packages ask `model_of(pipeline)` and `mixer_of(pipeline)` and never name a family or a mixer
+themselves. The defaults below describe a model that scores every candidate of a row for each of its tasks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ TASK_KINDS = frozenset({"binary", "regression"})
 
 
 class Choice(NamedTuple):
-    """The value that a field takes when a config leaves it open.
+    """The value that a field gets when a config leaves it open.
 
     Attributes:
         message: the message that holds the field.
         path: path of `message` in the pipeline, e.g. `model.ranker.mixer.hstu`.
         field: name of the field.
-        value: what it is set to.
+        value: the field's new value.
         origin: where the value comes from, as `--print-config` shows it.
     """
 
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
 
 class LossField(NamedTuple):
-    """A loss of a model, its path, and the kinds of labels that it may be for."""
+    """A loss of a model, its path, and the kinds of labels that it may have."""
 
     loss: pb.Loss
     path: str
@@ -47,20 +47,20 @@ class LossField(NamedTuple):
 
 
 class WeightColumn(NamedTuple):
-    """A column with weights of a loss, and the path of the field that names it."""
+    """A column with weights of a loss, and the path of the field that names the column."""
 
     name: str
     path: str
 
 
 class MetricList(NamedTuple):
-    """Metrics that read the same predictions.
+    """Metrics that are computed from the same predictions.
 
     Attributes:
-        metrics: the messages.
+        metrics: the messages of the metrics.
         path: path of the message that holds them.
-        prefix: what stands before their names in logs, e.g. `is_click/`.
-        kind: the kind of labels that they must fit; None if the loss is missing or out of place.
+        prefix: prefix of their names in logs, e.g. `is_click/`.
+        kind: the kind of labels that they must fit; None if the loss is missing or misplaced.
     """
 
     metrics: Sequence[pb.Metric]
@@ -70,11 +70,11 @@ class MetricList(NamedTuple):
 
 
 class SeenRule(NamedTuple):
-    """The rule of evaluation and prediction for items that the user of a row has had.
+    """The rule of evaluation and prediction for items that the user of a row has seen.
 
     Attributes:
-        removed: they are not recommended, so a target among them is a miss.
-        left_out: a target among them does not count at all, in place of a miss.
+        removed: seen items are not recommended, so a target among them is a miss.
+        left_out: a target among the removed items does not count at all, instead of being a miss.
     """
 
     removed: bool = True
@@ -87,16 +87,17 @@ class ModelDeclaration:
     Attributes:
         pipeline: the config, resolved unless a method says otherwise.
         config: the family's message inside `pipeline`.
-        kind: name of the family's field in `pb.Model`, `[acme.dot]` for a family of another package; empty if
-            the config chooses no model.
+        kind: name of the family's field in `pb.Model`, such as `[acme.dot]` for a family of another package;
+            empty if the config chooses no model.
         path: path of `config` in the pipeline.
     """
 
     has_targets: ClassVar[bool] = True
-    """True if candidates are tokens of the sequence, behind the history."""
+    """True if candidates are tokens of the sequence, after the history."""
 
     keeps_cache: ClassVar[bool] = False
-    """True if the model can score candidates against a cache of their row's history; its mixer must too."""
+    """True if the model can score candidates against a cache of their row's history. Its mixer must be able
+    to do so too."""
 
     may_change: ClassVar[tuple[str, ...]] = (
         "tasks.label",
@@ -105,7 +106,7 @@ class ModelDeclaration:
         "tasks.weight",
         "tasks.weight_column",
     )
-    """Fields below the family's message that do not change what trained weights mean."""
+    """Fields below the family's message that may change without invalidating trained weights."""
 
     weight_sides: ClassVar[tuple[int, ...]] = (pb.USER, pb.CANDIDATE)
     """Sides that a column with weights of a loss may have."""
@@ -118,30 +119,30 @@ class ModelDeclaration:
 
     @property
     def tasks(self) -> Sequence[pb.Task]:
-        """The predictions for each candidate; empty for a model without tasks."""
+        """Returns the tasks, the predictions for each candidate; empty for a model without tasks."""
         return getattr(self.config, "tasks", ())
 
     @property
     def preprocessor(self) -> Message | None:
-        """The chosen preprocessor's message; None without one."""
+        """Returns the message of the chosen preprocessor, or None without one."""
         return _chosen_part(self.config, "preprocessor")
 
     @property
     def item_feature(self) -> str | None:
-        """Name of the id feature whose vocabulary is the catalogue that a model searches.
+        """Name of the id feature whose vocabulary is the catalogue that the model searches.
 
-        None for a model that scores the candidates of its rows.
+        It is None for a model that scores the candidates of its rows.
         """
         return None
 
     @property
     def seen_rule(self) -> SeenRule:
-        """The rule for items of a row's history, of a model that searches items."""
+        """Rule for the items of a row's history, for a model that searches items."""
         return SeenRule()
 
     @property
     def protocol(self) -> dict[str, str]:
-        """Settings of the model that decide how evaluation ranks and what it counts, by name."""
+        """Returns the settings, by name, that decide how evaluation ranks items and which targets count."""
         return {}
 
     def removes_seen(self, mode: str) -> bool:
@@ -152,12 +153,12 @@ class ModelDeclaration:
 
     @property
     def softmax(self) -> pb.SoftmaxLoss:
-        """The softmax over the catalogue; empty for a model that searches none."""
+        """Message of the softmax over the catalogue; empty for a model that searches no items."""
         return pb.SoftmaxLoss()
 
     @property
     def outputs(self) -> list[str]:
-        """Names of the columns that the model's `score` returns."""
+        """Returns the names of the columns that the model's `score` returns."""
         return [task.name for task in self.tasks]
 
     def reads_candidates(self, mode: str) -> bool:
@@ -165,26 +166,26 @@ class ModelDeclaration:
         return True
 
     def choices(self) -> Iterator[Choice]:
-        """Values that the family derives for fields that the config, not yet resolved, leaves open."""
+        """Yields values that the family derives for fields that the config, not yet resolved, leaves open."""
         return iter(())
 
     def findings(self) -> Iterator[Finding]:
-        """Rules of the family across fields; they must also bear a config that is wrong elsewhere."""
+        """Yields violations of the family's rules across fields. The config may also be wrong elsewhere."""
         return iter(())
 
     def warnings(self) -> Iterator[Finding]:
-        """Settings of the config as written, not resolved, that the family does not use."""
+        """Yields warnings about settings of the config, as written, that the family does not use."""
         return iter(())
 
     def losses(self) -> list[LossField]:
-        """Every loss of the model."""
+        """Returns every loss of the model."""
         return [
             LossField(task.loss, f"{self.path}.tasks[{index}].loss", TASK_KINDS)
             for index, task in enumerate(self.tasks)
         ]
 
     def weight_columns(self) -> list[WeightColumn]:
-        """Every column with weights of a loss; tasks may share one."""
+        """Returns every column with weights of a loss; tasks may share a column."""
         return [
             WeightColumn(task.weight_column, f"{self.path}.tasks[{index}].weight_column")
             for index, task in enumerate(self.tasks)
@@ -192,7 +193,7 @@ class ModelDeclaration:
         ]
 
     def metrics(self) -> list[MetricList]:
-        """Every metric of the model, in the order in which logs show them."""
+        """Returns every metric of the model, in the order in which logs show them."""
         lists = []
         for index, task in enumerate(self.tasks):
             kind = choices.loss_kind(task.loss)
@@ -211,11 +212,11 @@ class MixerDeclaration:
     """
 
     keeps_cache: ClassVar[bool] = False
-    """True if the mixer can score candidates against keys and values that it kept of a history."""
+    """True if the mixer can score candidates against cached keys and values of a history."""
 
     @property
     def reads_times(self) -> bool:
-        """True if what the mixer computes depends on the times of tokens."""
+        """Returns whether the mixer's output depends on the times of tokens."""
         return False
 
     def __init__(self, config: Message, path: str, model: pb.Model):
@@ -224,16 +225,16 @@ class MixerDeclaration:
         self.model = model
 
     def choices(self) -> Iterator[Choice]:
-        """Values that the mixer derives for fields that the config, not yet resolved, leaves open."""
+        """Yields values that the mixer derives for fields that the config, not yet resolved, leaves open."""
         return iter(())
 
     def findings(self) -> Iterator[Finding]:
-        """Rules of the mixer; they must also bear a config that is wrong elsewhere."""
+        """Yields violations of the mixer's rules. The config may also be wrong elsewhere."""
         return iter(())
 
 
 def model_of(pipeline: pb.Pipeline) -> ModelDeclaration:
-    """The declaration of a config's model; the defaults, without tasks, if the config chooses none."""
+    """Returns the declaration of a config's model, or the defaults, without tasks, if it chooses no model."""
     field = fields.chosen(pipeline.model)
     if field is None:
         return ModelDeclaration(pipeline, pb.Model(), "")
@@ -243,14 +244,15 @@ def model_of(pipeline: pb.Pipeline) -> ModelDeclaration:
 
 
 def mixer_of(pipeline: pb.Pipeline) -> MixerDeclaration | None:
-    """The declaration of the mixer of a config's model; None if the model has or chooses none."""
+    """Returns the declaration of the mixer of a config's model, or None if the model has or chooses no
+    mixer."""
     model = model_of(pipeline)
     choice = choices.part(model.config, "mixer")
     return None if choice is None else declared_mixer(choice, f"{model.path}.mixer", pipeline.model)
 
 
 def declared_mixer(choice: pb.Mixer, path: str, model: pb.Model) -> MixerDeclaration | None:
-    """The declaration of what is chosen in `choice`, which stands at `path`; None if nothing is."""
+    """Returns the declaration of the mixer that `choice`, a message at `path`, sets; None if it sets none."""
     field = fields.chosen(choice)
     if field is None:
         return None
@@ -260,7 +262,7 @@ def declared_mixer(choice: pb.Mixer, path: str, model: pb.Model) -> MixerDeclara
 
 
 def _chosen_part(config: Message, name: str) -> Message | None:
-    """The message that is chosen in a field of `config` with a oneof over components."""
+    """Returns the message of the component that is chosen in the field `name` of `config`."""
     choice = choices.part(config, name)
     field = fields.chosen(choice) if choice is not None else None
     return None if field is None else fields.value_of(choice, field)

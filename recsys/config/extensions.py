@@ -2,7 +2,7 @@
 
 Importing such a package registers its messages with protobuf and its classes with `config.registry`. A
 command imports the modules of `--import` and those that the config of a run lists in `imports`. The entry
-points of installed packages in the group `recsys.components` are imported only once a config names an
+points of installed packages in the group `recsys.components` are imported only when a config names an
 extension that is not known yet. The config of an exported package never causes an import.
 """
 
@@ -21,7 +21,7 @@ from recsys.config import fields, registry
 from recsys.errors import ConfigError
 
 GROUP = "recsys.components"
-"""Group of the entry points by which an installed package is found without `--import`."""
+"""Entry-point group in which an installed package is found without `--import`."""
 
 HOLDERS = [
     pb.Model,
@@ -37,25 +37,25 @@ HOLDERS = [
     pb.SparseOptimizer,
     pb.Schedule,
 ]
-"""Messages that packages extend."""
+"""Messages that packages may extend."""
 
 UNKNOWN = "no such extension is registered"
 """Beginning of the finding about an extension that no imported package declares."""
 
 _POOL = "descriptor pool"
-"""Words of protobuf's error about a file whose names or numbers are taken."""
+"""Text in protobuf's error about a file whose names or numbers are already taken."""
 
 _LOADED: list[str] = []
 _BROKEN: dict[str, str] = {}
-"""The fault of each entry point that cannot be imported, by its module."""
+"""The error of each entry point that cannot be imported, by module."""
 
 
 def load(modules: Iterable[str], where: str = "--import") -> None:
-    """Imports modules that extend the config language, installed ones or those of the current folder.
+    """Imports modules that extend the config language, installed or in the current folder.
 
     Args:
         modules: names such as `acme` or `acme.mixers`.
-        where: the flag or the place in a config that names them, for errors.
+        where: the flag or the line of a config that names them, for errors.
 
     Raises:
         ConfigError: a module cannot be imported, or declares extensions that a config cannot hold.
@@ -64,7 +64,7 @@ def load(modules: Iterable[str], where: str = "--import") -> None:
         if module in _LOADED:
             continue
         if os.getcwd() not in sys.path and "" not in sys.path:
-            # The console command `recsys`, other than `python -m`, does not look into the current folder.
+            # Unlike `python -m`, the console command `recsys` does not search the current folder.
             sys.path.append(os.getcwd())
         try:
             importlib.import_module(module)
@@ -77,7 +77,7 @@ def load(modules: Iterable[str], where: str = "--import") -> None:
 def discover() -> bool:
     """Imports the entry points of installed packages, and returns whether there were any to import.
 
-    `unknown` names those that cannot be imported.
+    `unknown` names the entry points that cannot be imported.
     """
     before = len(_LOADED) + len(_BROKEN)
     for entry in metadata.entry_points(group=GROUP):
@@ -92,12 +92,12 @@ def discover() -> bool:
 
 
 def loaded() -> tuple[str, ...]:
-    """Names of the modules that were imported, in order."""
+    """Returns the names of the modules that were imported, in order."""
     return tuple(_LOADED)
 
 
 def unknown(message: Message, name: str) -> str:
-    """Describes why `message` does not have the extension that a config calls `name`, and what to do."""
+    """Describes why `message` does not have the extension `name` of a config, and what to do about it."""
     if not message.DESCRIPTOR.is_extendable:
         names = ", ".join(field.name for field in message.DESCRIPTOR.fields)
         return f"{message.DESCRIPTOR.name} takes no extensions. Allowed here: {names or 'nothing'}."
@@ -124,7 +124,7 @@ def _why(error: Exception, module: str) -> str:
 
 
 def _require_messages(where: str) -> None:
-    """Refuses extensions that are no single message: a holder's choice is always one."""
+    """Refuses extensions that are not a single message, because a choice always holds one message."""
     for holder in HOLDERS:
         for field in fields.extensions(holder):
             if field.message_type is None or field.is_repeated:
@@ -135,7 +135,7 @@ def _require_messages(where: str) -> None:
 
 
 def modules_of(message: Message) -> list[str]:
-    """Lists the modules that another process must import before it can read and use `message`.
+    """Returns the modules that another process must import before it can read and use `message`.
 
     These are the modules of the extensions in it, and of the classes that are registered for them.
     """

@@ -1,7 +1,7 @@
-"""Features of a config as columns and tables: the names that files, batches and models agree on.
+"""Turns the features of a config into columns and tables, whose names files, batches and models agree on.
 
-The reader finds its columns here, and models their embedding tables. All functions need a resolved Pipeline,
-with tables, widths and vocabulary sizes filled in.
+The reader finds its columns here, and models find their embedding tables. All functions need a resolved
+Pipeline, with tables, widths and vocabulary sizes filled in.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from recsys import protos as pb
 from recsys.config.declarations import model_of
 
 PREFIX = {pb.USER: "", pb.HISTORY: "uih_", pb.CANDIDATE: "candidate_", pb.ITEM: "catalogue_"}
-"""Prefix of a feature's column on each side. Columns of side ITEM have it in batches only, and bear the
-feature's name in `data.item_file`."""
+"""Prefix of a feature's column on each side. Columns of side ITEM have it only in batches; in
+`data.item_file` they have the feature's name."""
 
 TIMESTAMPS = "timestamps"
 ACTIONS = "actions"
@@ -24,19 +24,20 @@ NEGATIVES = "negatives"
 """Key of the items that a batch's queries are compared with, as rows of the item table."""
 
 BATCH_ITEMS = "batch_items"
-"""Key of the distinct items of a batch's histories, ascending; only if negatives are sampled."""
+"""Key of the distinct items of a batch's histories, ascending; present only if negatives are sampled."""
 
 SEEN = "seen"
 """Column of converted rows with all items of a row's history, also those beyond `data.max_history_len`, as
-rows of the item table; only if the model removes them."""
+rows of the item table; present only if the model removes seen items."""
 
 LOG_WEIGHTS = "log_weights"
-"""Key of the numbers that are added to the scores of `NEGATIVES` and, behind them, `BATCH_ITEMS`: the
-correction for how often an item is drawn."""
+"""Key of the numbers that are added to the scores of `NEGATIVES`, followed by those of `BATCH_ITEMS`, to
+correct for how often each item is drawn."""
 
 
 def side_of(column: str) -> int:
-    """Returns the side of a column of no feature, by its prefix: pb.HISTORY, pb.CANDIDATE, else pb.USER."""
+    """Returns the side of a column that belongs to no feature, by its prefix: pb.HISTORY, pb.CANDIDATE, else
+    pb.USER."""
     return next((side for side in (pb.HISTORY, pb.CANDIDATE) if column.startswith(PREFIX[side])), pb.USER)
 
 
@@ -48,8 +49,8 @@ class Column:
         name: column in the file and key in the batch, e.g. `uih_item_id`.
         side: pb.USER, pb.HISTORY, pb.CANDIDATE or pb.ITEM.
         feature: the feature's message.
-        table: embedding table, or None for a number that is used without one.
-        width: columns of its embedding; 1 for a number.
+        table: name of the embedding table; None for a number that is used without one.
+        width: width of the embedding; 1 for a number.
         multi_valued: whether each row, event or candidate has a list of ids.
     """
 
@@ -63,7 +64,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table: `rows` x `width` and the columns that read it."""
+    """One embedding table of `rows` x `width` numbers, and the columns that read it."""
 
     name: str
     rows: int
@@ -72,11 +73,13 @@ class Table:
 
 
 def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
-    """Columns of the event files in the config's order of features, each on USER, HISTORY, CANDIDATE in turn.
+    """Returns the columns of features in event files: in the config's order of features, and for each feature
+    in the order USER, HISTORY, CANDIDATE.
 
     Args:
         pipeline: resolved.
-        side: return columns of this side only; pb.ITEM selects the catalogue's, which no event file has.
+        side: return only columns of this side; pb.ITEM selects the columns of the catalogue, which no event
+            file has.
     """
     result = []
     for feature in pipeline.features:
@@ -87,7 +90,7 @@ def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
 
 
 def candidate_item(pipeline: pb.Pipeline) -> str | None:
-    """Column that identifies the candidates: that of the first single-valued id feature on their side."""
+    """Returns the column that identifies candidates, the first single-valued id feature of side CANDIDATE."""
     names = (
         feature.name
         for feature in pipeline.features
@@ -98,7 +101,8 @@ def candidate_item(pipeline: pb.Pipeline) -> str | None:
 
 
 def item_columns(pipeline: pb.Pipeline) -> list[Column]:
-    """One column of each feature of events or candidates, in the config's order: the content of an item."""
+    """Returns one column of each feature of events or candidates, in the config's order: the content of an
+    item."""
     by_name: dict[str, Column] = {}
     for column in columns(pipeline):
         if column.side != pb.USER:
@@ -107,9 +111,9 @@ def item_columns(pipeline: pb.Pipeline) -> list[Column]:
 
 
 def tables(pipeline: pb.Pipeline) -> list[Table]:
-    """Embedding tables in order of first use, with the number of rows of the resolved config.
+    """Returns the embedding tables in order of first use, with the numbers of rows of the resolved config.
 
-    Row 0 of a vocabulary table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The
+    Row 0 of a vocabulary's table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The
     `shared_columns` also read the table of the items that a model searches.
 
     Raises:
@@ -134,9 +138,10 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
 
 
 def shared_columns(pipeline: pb.Pipeline) -> list[str]:
-    """Columns of a batch that belong to no row: items to compare queries with, as rows of the item table.
+    """Returns the columns of a batch that belong to no row: items that queries are compared with, as rows of
+    the item table.
 
-    Empty for a model that searches no items.
+    The list is empty for a model that searches no items.
     """
     if model_of(pipeline).item_feature is None:
         return []
@@ -144,15 +149,15 @@ def shared_columns(pipeline: pb.Pipeline) -> list[str]:
 
 
 def samples_negatives(pipeline: pb.Pipeline) -> bool:
-    """Returns whether the model is trained on a sample of its items at a time."""
+    """Returns whether the model is trained with a sample of its items as negatives."""
     return model_of(pipeline).softmax.WhichOneof("negatives") in ("uniform", "in_batch", "frequency")
 
 
 def searched_item(pipeline: pb.Pipeline) -> pb.Feature:
-    """The feature whose vocabulary is the catalogue that the model searches.
+    """Returns the feature whose vocabulary is the catalogue that the model searches.
 
     Raises:
-        ValueError: the model searches none, or no feature has the name that it gives.
+        ValueError: the model searches no items, or no feature has the name that it gives.
     """
     model = model_of(pipeline)
     for feature in pipeline.features:
@@ -162,13 +167,13 @@ def searched_item(pipeline: pb.Pipeline) -> pb.Feature:
 
 
 def _item_table(pipeline: pb.Pipeline, name: str) -> str:
-    """Table of the id feature `name`; empty if there is none."""
+    """Returns the table of the id feature `name`, or an empty text if there is no such feature."""
     items = [c.table for c in columns(pipeline) if c.feature.name == name and c.feature.HasField("id")]
     return items[0] or "" if items else ""
 
 
 def table_rows(feature: pb.Feature) -> int:
-    """Number of rows of a feature's embedding table."""
+    """Returns the number of rows of a feature's embedding table."""
     if feature.HasField("numeric"):
         return len(feature.numeric.bucketize.boundaries) + 1
     if feature.id.HasField("hash"):

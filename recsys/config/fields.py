@@ -20,12 +20,12 @@ def name_of(field: FieldDescriptor) -> str:
 
 
 def value_of(message: Message, field: FieldDescriptor) -> Any:
-    """Returns a field's value; a message that is not set reads as an empty one."""
+    """Returns a field's value, which is an empty message for a message that is not set."""
     return message.Extensions[field] if field.is_extension else getattr(message, field.name)
 
 
 def is_set(message: Message, field: FieldDescriptor) -> bool:
-    """Returns whether a field that is not repeated is present."""
+    """Returns whether a field, which must not be repeated, is present."""
     return message.HasExtension(field) if field.is_extension else message.HasField(field.name)
 
 
@@ -43,19 +43,19 @@ def extensions(message: MessageOrType) -> list[FieldDescriptor]:
 
 
 def all_of(message: MessageOrType) -> list[FieldDescriptor]:
-    """Lists every field that a config may set in a message: its own, then extensions."""
+    """Lists every field that a config may set in a message: first the message's fields, then extensions."""
     return [*message.DESCRIPTOR.fields, *extensions(message)]
 
 
 def find(message: MessageOrType, name: str) -> FieldDescriptor | None:
-    """Returns the field of a name such as `hstu` or `[acme.gru]`; None if there is none."""
+    """Returns the field with a name such as `hstu` or `[acme.gru]`, or None if there is no such field."""
     if name.startswith("["):
         return next((field for field in extensions(message) if name_of(field) == name), None)
     return message.DESCRIPTOR.fields_by_name.get(name)
 
 
 def alternatives(holder: MessageOrType) -> list[FieldDescriptor]:
-    """Lists the fields of which a holder takes one: those of its oneof, then extensions."""
+    """Lists the fields of which a holder takes one: first the fields of its oneof, then extensions."""
     return [field for oneof in holder.DESCRIPTOR.oneofs for field in oneof.fields] + extensions(holder)
 
 
@@ -69,7 +69,7 @@ def rivals(message: MessageOrType, field: FieldDescriptor) -> list[FieldDescript
 
 
 def chosen(holder: Message) -> FieldDescriptor | None:
-    """Returns the alternative that is set in a holder; None if none is."""
+    """Returns the alternative that is set in a holder, or None if none is set."""
     return next((field for field in alternatives(holder) if is_set(holder, field)), None)
 
 

@@ -1,7 +1,7 @@
-"""Maps a protobuf message to the class that it configures, and to what that class declares beforehand.
+"""Maps a protobuf message to the class that it configures, and to the declaration of that class.
 
 A component registers itself under its message (`@register(pb.FusionHead)`), and the holder of the message
-around it (`pb.Head`, one oneof over all heads) picks the class with `pick`. The class bears the name of its
+around it (`pb.Head`, one oneof over all heads) picks the class with `pick`. The class has the name of its
 message and takes the message as its only positional argument.
 
 A family of models or a mixer also has a declaration (`@declare(...)`, see `config.declarations`), which is
@@ -16,11 +16,12 @@ from google.protobuf.message import Message
 from recsys.config import fields
 
 DECLARATIONS = "recsys.models"
-"""Package whose import registers the declarations of every family and mixer; it does not import torch."""
+"""Package whose import registers the declarations of every family and mixer, without importing torch."""
 
 COMPONENTS = "recsys.models.components"
-"""Module whose import registers the classes of every family and of all parts of models. Both are imported by
-name when the registry is first asked for something that it does not know, because they stand above it."""
+"""Module whose import registers the classes of every family and of all parts of models. `DECLARATIONS` and
+`COMPONENTS` stand above the registry, so it imports them by name, when it is first asked for something that
+it does not know."""
 
 _CLASSES: dict[str, type] = {}
 _DECLARATIONS: dict[str, type] = {}
@@ -36,10 +37,10 @@ class Component(NamedTuple):
 
 
 def register(message: type[Message]):
-    """Class decorator: `message` configures the decorated class.
+    """Returns a class decorator that registers the decorated class as the one that `message` configures.
 
     Raises:
-        ValueError: two classes for one message, or a class whose name is not the message's.
+        ValueError: the message already has a class, or the class has another name than the message.
     """
     key = message.DESCRIPTOR.full_name
 
@@ -56,10 +57,11 @@ def register(message: type[Message]):
 
 
 def declare(message: type[Message]):
-    """Class decorator: the decorated class declares what is known of `message` before anything is built.
+    """Returns a class decorator that registers the decorated class as the declaration of `message`, the facts
+    that are known before anything is built.
 
     Raises:
-        ValueError: two declarations for one message.
+        ValueError: the message already has a declaration.
     """
     key = message.DESCRIPTOR.full_name
 
@@ -74,7 +76,7 @@ def declare(message: type[Message]):
 
 
 def declaration(message: type[Message]) -> type | None:
-    """The class that declares a message type; None if nothing does."""
+    """Returns the declaration of a message type, or None if it has none."""
     key = message.DESCRIPTOR.full_name
     for module in (DECLARATIONS, COMPONENTS):
         if key not in _DECLARATIONS:
@@ -83,10 +85,10 @@ def declaration(message: type[Message]) -> type | None:
 
 
 def pick(choice: Message) -> Component:
-    """The class and message of what is set in a holder of one choice, such as `pb.Mixer`.
+    """Returns the class and the message of the alternative that is set in a holder such as `pb.Mixer`.
 
     Raises:
-        ValueError: nothing is set, or no class is registered for what is set.
+        ValueError: no alternative is set, or it has no registered class.
     """
     field = fields.chosen(choice)
     if field is None:
@@ -97,7 +99,7 @@ def pick(choice: Message) -> Component:
 
 
 def lookup(message: type[Message]) -> type:
-    """The class registered for a message type.
+    """Returns the class that is registered for a message type.
 
     Raises:
         ValueError: no class is registered.
@@ -111,21 +113,21 @@ def lookup(message: type[Message]) -> type:
 
 
 def registered(choice: type[Message]) -> dict[str, Component]:
-    """Every alternative of a holder with its class and a message of defaults; tests loop over it."""
-    found = {}
+    """Returns every alternative of a holder, with its class and a message of defaults; tests loop over it."""
+    components = {}
     for field in fields.alternatives(choice):
         message = fields.type_of(field)
-        found[fields.name_of(field)] = Component(lookup(message), message())
-    return found
+        components[fields.name_of(field)] = Component(lookup(message), message())
+    return components
 
 
 def modules_of(message: type[Message]) -> list[str]:
-    """Lists the modules of the classes that are registered for a message, as far as they can be imported."""
+    """Lists the modules of the classes that are registered for a message, if they can be imported."""
     key = message.DESCRIPTOR.full_name
     modules = [classes[key].__module__ for classes in (_CLASSES, _DECLARATIONS) if key in classes]
     return [module for module in modules if module != "__main__"]
 
 
 def has_class(message: type[Message]) -> bool:
-    """Returns whether a class is registered for a message of another package, which is imported already."""
+    """Returns whether a class is registered for a message of another package that is already imported."""
     return message.DESCRIPTOR.full_name in _CLASSES

@@ -1,8 +1,8 @@
-"""Fills in the values that a config leaves open and another part of it decides, and records their origin.
+"""Fills in values that a config leaves open, from defaults or other parts of the config, with their origins.
 
-`config` re-exports `resolve`. Code that gets a resolved config reads fields and needs no second default: a
-value that a proto comment describes as "Absent: ..." stands in the message, unless absence itself means
-something (no limit, no bias). A wrong config is resolved as far as possible; `checks` says what is wrong.
+`config` re-exports `resolve`. Code that gets a resolved config reads fields and needs no second default: the
+message holds every value that a proto comment describes as "Absent: ...", unless absence itself has a meaning
+(no limit, no bias). A wrong config is resolved as far as possible; `checks` reports what is wrong.
 """
 
 from collections.abc import Iterator
@@ -39,18 +39,18 @@ _IMPLIED = {
     pb.PairwiseLoss: ("binary_cross_entropy",),
     pb.SoftmaxLoss: ("full",),
 }
-"""Fields whose message means the same when it is absent as when it is empty."""
+"""Fields whose message has the same meaning when it is absent as when it is empty."""
 
 _LARGEST_INT32 = 2**31 - 1
 _NO_FILE = "no file"
 
 
 class Resolved(NamedTuple):
-    """A config with nothing left open.
+    """A config in which no value is left open.
 
     Attributes:
         pipeline: a new message.
-        origins: the origin of each value that was filled in, or `default`, by the field's path.
+        origins: the origin of each value that was filled in, or `default`, by field path.
     """
 
     pipeline: pb.Pipeline
@@ -65,10 +65,11 @@ def resolve(
     Args:
         pipeline: as loaded; it is not changed.
         read_files: also fill in `vocabulary.size` from the vocabularies' files.
-        locations: the prefix of findings by field path, from `config.read`.
+        locations: the location of each field, by field path, as `config.read` returns it; it begins findings.
 
     Raises:
-        ConfigError: a vocabulary file is missing, is no vocabulary, or has another size than the config says.
+        ConfigError: a vocabulary file is missing, is not a vocabulary, or has another size than the config
+            says.
     """
     result = pb.Pipeline()
     result.CopyFrom(pipeline)
@@ -177,7 +178,7 @@ def _model(pipeline: pb.Pipeline) -> Iterator[Choice]:
 
 
 def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:
-    """Completes the simple form of each stack without layer groups, and turns all lengths into tokens."""
+    """Gives each stack without layer groups its default settings, and converts all lengths to tokens."""
     factor = checks.tokens_per_event(pipeline)
     for message, path in descend(pipeline.model, "model"):
         if "layer_groups" in message.DESCRIPTOR.fields_by_name and not message.layer_groups:
@@ -192,7 +193,7 @@ def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:
 def _to_tokens(
     message: Message, path: str, unit: str, names: tuple[str, ...], factor: int, origins: dict[str, str]
 ) -> None:
-    """Turns lengths in events into tokens; an impossible length stays, so that `checks` can name it."""
+    """Converts lengths in events to tokens; an impossible length stays, so that `checks` can report it."""
     if getattr(message, unit) != pb.EVENTS:
         return
     setattr(message, unit, pb.TOKENS)
@@ -229,7 +230,7 @@ def _export(pipeline: pb.Pipeline) -> Iterator[Choice]:
 
 
 def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Finding]:
-    """Fills in the sizes of vocabularies and returns the faults of their files."""
+    """Fills in the sizes of vocabularies, and returns findings about their files."""
     findings: list[Finding] = []
     sizes: dict[str, int | str] = {}
     for index, feature in enumerate(pipeline.features):
@@ -253,7 +254,8 @@ def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Fi
 
 
 def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[Finding]:
-    """Replaces the findings by a single one if no vocabulary exists: then the data is not prepared."""
+    """Replaces the findings by a single one if no vocabulary exists, because then the data is not
+    prepared."""
     missing = {finding.text for finding in findings if finding.text.startswith(_NO_FILE)}
     if not folder or len(missing) < max(vocabularies, 2):
         return findings
@@ -263,12 +265,12 @@ def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[F
 
 
 def _from_here(path: str) -> str:
-    """Says what a relative path counts from, because that may be the fault."""
+    """Says which folder a relative path starts from, because the folder may be the fault."""
     return "" if "://" in path or Path(path).is_absolute() else f". Relative paths count from {Path.cwd()}"
 
 
 def _count_ids(file: str) -> int | str:
-    """The number of ids of a vocabulary, from its footer, or the fault of the file."""
+    """Returns the number of ids of a vocabulary, read from the file's footer, or a text about its fault."""
     # Imported here, so that a config can be read and checked without these libraries.
     import fsspec
     import pyarrow as pa

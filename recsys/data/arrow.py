@@ -20,7 +20,7 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """True for both types of strings."""
+    """Returns whether a type is one of the two string types, string and large_string."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
@@ -41,11 +41,11 @@ def open_parquet(path: str, remedy: str) -> pq.ParquetFile:
 
     Args:
         path: local path or fsspec address.
-        remedy: sentence that ends the error about a file that is broken.
+        remedy: the last sentence of the error about a broken file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        DataError: it is not a complete parquet file.
+        FileNotFoundError: the file does not exist.
+        DataError: the file is not a complete parquet file.
     """
     try:
         source = fsspec.open(path, "rb").open() if "://" in path else path

@@ -1,7 +1,7 @@
-"""A batch of rows as tensors, which the reader makes and every model takes.
+"""Defines `Batch`, the rows of one step as tensors: the reader makes it and every model takes it.
 
-The reader computes all that a forward pass needs on the host (totals, maxima, the position in the data), so
-no module waits for the device. B rows, U history events, N candidates, T tokens.
+The reader computes everything that a forward pass needs on the host (totals, maxima, the position in the
+data), so no module waits for the device. Shapes name B rows, U history events, N candidates and T tokens.
 """
 
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -22,10 +22,10 @@ __all__ = ["Batch", "Channel", "LayoutRule", "Position", "Rows"]
 
 @dataclass(frozen=True)
 class Position:
-    """The place of a training step in the data: `index` is the last batch of the epoch's plan that any rank
-    holds.
+    """The position of a training step in the data.
 
-    All ranks carry the same position, and reading continues at `index + 1`. Checkpoints store both numbers.
+    `index` is the last batch of the epoch's plan that any rank holds. All ranks have the same position, and
+    reading continues at `index + 1`. Checkpoints store both numbers.
     """
 
     epoch: int = 0
@@ -34,12 +34,12 @@ class Position:
 
 @dataclass
 class Rows:
-    """The origin of a batch's rows; stays on the host.
+    """The origin of a batch's rows, which stays on the host.
 
     Attributes:
-        file: [B] int64 index into the source's list of files; -1 in a batch of nothing but filler rows.
-        row: [B] int64 row within the file; -1 likewise.
-        keys: the key columns as they stand in the file, B rows; None in training.
+        file: [B] int64 index into the source's list of files; -1 in a batch that has only filler rows.
+        row: [B] int64 row within the file; -1 in a batch that has only filler rows.
+        keys: the key columns, unchanged from the file, B rows; None in training.
         counts: numbers of rows that were left out or cut.
     """
 
@@ -51,22 +51,22 @@ class Rows:
 
 @dataclass
 class Batch(Pipelineable):
-    """One batch.
+    """The rows of one step as tensors.
 
     Attributes:
         layout: contextual, history and (for ranking) target tokens of each row.
-        channel_layout: the same for the events of each channel, joined over channels; None without channels.
-        channel_events: by channel, int64 places of its events among the U.
+        channel_layout: the layouts of all channels, joined into one; None without channels.
+        channel_events: by channel, int64 indices of its events among the U events.
         channel_lengths: by channel, [B] int64 number of its events in each row.
         uih_lengths: [B] int64 number of events.
         num_candidates: [B] int64 number of candidates.
-        ids: every embedded column, keys by `features.columns`; values are rows of the tables, lengths count
-            ids of each row. Behind them stand `features.shared_columns`, the negatives that all
-            rows share, and the columns of side ITEM, the features of these negatives; all of these lie in row
-            0.
-        value_counts: for multi-valued columns, int64 number of ids of each row, event, candidate or negative.
-        numbers: for plain numeric columns, float32, one per row, event, candidate or negative, transformed;
-            for sampled negatives with logQ also `log_weights`.
+        ids: every embedded column, with the keys of `features.columns`; values are rows of embedding tables,
+            lengths are numbers of ids per row. The last keys are `features.shared_columns`, the negatives
+            that all rows share, and the columns of side ITEM, the features of these negatives; row 0 holds
+            all of their values.
+        value_counts: by multi-valued column, int64 number of ids of each row, event, candidate or negative.
+        numbers: by plain numeric column, transformed float32 numbers, one per row, event, candidate or
+            negative; for sampled negatives with logQ also `log_weights`.
         request_time: [B] int64 seconds.
         uih_timestamps: [U] int64 seconds.
         uih_actions: [U] int64 bitmask; zeros if no action encoder reads it.
@@ -77,11 +77,11 @@ class Batch(Pipelineable):
         weights: by column, float32 weights of losses, one per row, event or candidate.
         group: [B] int64 hash of the row's user, for per-user metrics; 0 if the config names no key column.
         seen: int64 items of each row's whole history, also beyond `data.max_history_len`, as rows of the item
-            table; none unless the model removes them from what it finds.
+            table; empty unless the model removes seen items from its results.
         seen_layout: the layout of `seen` over rows.
-        repeated: [N] bool, candidates that are among their row's `seen`.
-        position: the batch's place in the data.
-        rows: origin of its rows.
+        repeated: [N] bool, True for a candidate that is among its row's `seen`.
+        position: the batch's position in the data.
+        rows: the origin of the batch's rows.
     """
 
     layout: SequenceLayout
@@ -110,7 +110,7 @@ class Batch(Pipelineable):
 
     @property
     def sequences(self) -> SequenceLayout:
-        """The layout of the tokens that layers mix: `channel_layout` if there are channels, else `layout`."""
+        """Layout of the tokens that layers mix: `channel_layout` if there are channels, else `layout`."""
         return self.layout if self.channel_layout is None else self.channel_layout
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
@@ -118,7 +118,7 @@ class Batch(Pipelineable):
         return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Copies the batch to page-locked memory, from which copies to a GPU do not block."""
+        """Copies the batch to page-locked memory, which a GPU can copy from without blocking the host."""
         return self._map(lambda x: x.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:

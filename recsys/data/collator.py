@@ -1,4 +1,4 @@
-"""Makes a `Batch` of the arrays that a reader sent, in the training process: tensors, layout, negatives."""
+"""Turns the arrays that a reader sent into a `Batch`, in the training process: tensors, layout, negatives."""
 
 import numpy as np
 import torch
@@ -31,19 +31,19 @@ class Collator:
 
     @classmethod
     def open(cls, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode) -> "Collator":
-        """Reads what negatives need: features and counts of items.
+        """Reads the features and counts of items that negatives need.
 
         Raises:
-            DataError: a file that cannot be used.
+            DataError: a file cannot be used.
         """
         negatives = NegativesBuilder.open(pipeline, mode) if features.shared_columns(pipeline) else None
         return cls(pipeline, rule, negatives)
 
     def collate(self, arrays: BatchArrays, position: Position, index: int) -> Batch:
-        """Makes the batch of some arrays.
+        """Makes a batch from the arrays of its rows.
 
         Args:
-            arrays: rows of the batch.
+            arrays: the rows of the batch.
             position: the batch's place in the data, for the trainer.
             index: number of the batch in the plan of `position.epoch`; decides its negatives.
         """
@@ -92,7 +92,7 @@ class Collator:
         return SequenceLayout(lengths, targets, rule.num_contextual)
 
     def _ids(self, arrays: BatchArrays, negatives: dict[str, np.ndarray]) -> KeyedJaggedTensor:
-        """Joins the ids of the rows and those of the negatives, all of which are put into row 0."""
+        """Joins the ids of the rows and the ids of the negatives; row 0 holds all negatives."""
         num_rows = len(arrays.row)
         keys, values, lengths = [*self._keys, *negatives], arrays.id_values, arrays.id_lengths
         if negatives:
@@ -105,7 +105,7 @@ class Collator:
             values=torch.from_numpy(values),
             lengths=torch.from_numpy(lengths),
             stride=num_rows,
-            # Computed here, so that no one waits for the device.
+            # Given here, so that the KeyedJaggedTensor does not compute it and wait for the device.
             length_per_key=lengths.reshape(len(keys), num_rows).sum(1).tolist(),
         )
 

@@ -1,4 +1,4 @@
-"""Counts of rows that were left out of batches or cut, from the readers to the log.
+"""Counts rows that were left out of batches or cut, from the readers to the log.
 
 Reader processes import this module, so it imports neither torch nor TorchRec.
 """
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class Counts(NamedTuple):
-    """Rows that were left out as bad (data.bad_rows), rows whose history or candidates were cut, and targets
-    that evaluation removes because their user has had them."""
+    """Numbers of rows left out as bad (`data.bad_rows`), rows whose history or candidates were cut, and
+    targets that evaluation removes because their user has had them."""
 
     left_out: int = 0
     cut_histories: int = 0
@@ -28,7 +28,7 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, by_name: Mapping[str, int]) -> "Counts":
-        """Sums up counts by reason: all but those of `_NOT_LEFT_OUT` mean that the row was left out."""
+        """Sums up counts by reason; every reason that is not in `_NOT_LEFT_OUT` means a row left out."""
         others = [by_name.get(name, 0) for name in _NOT_LEFT_OUT]
         return cls(sum(by_name.values()) - sum(others), *others)
 
@@ -42,7 +42,7 @@ class RowCounter:
 
     Args:
         name: name of the split.
-        of_rank: suffix that names the rank where there are several.
+        of_rank: suffix that names the rank if there are several.
         by_epoch: True if the rows are read for training, one epoch after the other.
 
     Attributes:
@@ -58,7 +58,7 @@ class RowCounter:
         self._logged: list[str] = []
 
     def begin(self) -> None:
-        """Starts to count from 0."""
+        """Resets all counts to 0."""
         self.rows = 0
         self.by_name = Counter()
 
@@ -69,7 +69,7 @@ class RowCounter:
 
     @property
     def counts(self) -> Counts:
-        """The sums since `begin`."""
+        """Returns the sums since `begin`."""
         return Counts.of(self.by_name)
 
     def log(self, epoch: int) -> None:
@@ -97,7 +97,7 @@ class RowCounter:
             if count
         ]
         if parts and parts != self._logged:
-            # A metric over a part of the candidates is another metric.
+            # Cut candidates change the metric, which then covers only part of the candidates.
             level = logging.WARNING if candidates and not self._by_epoch else logging.INFO
             logger.log(level, "%s: %s", where, "; ".join(parts))
             self._logged = parts

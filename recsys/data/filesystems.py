@@ -1,4 +1,4 @@
-"""Opens the file system of an address such as `s3://bucket/part.parquet`, or says what that takes."""
+"""Opens the file system of an address such as `s3://bucket/part.parquet`, or names the missing package."""
 
 import difflib
 

@@ -1,8 +1,8 @@
-"""One fixed 64-bit hash for ids, orders and draws. Changing a line here changes trained models: tests pin the
-values.
+"""Computes one fixed 64-bit hash for ids, orders and random draws.
 
-Everything random in the data path is a hash of what it is about (seed, epoch, row, place), never the state of
-a generator, so it does not depend on who asks, how often, or in which order.
+A changed line here invalidates trained models; tests pin the values. Every random number in the data path is
+a hash of its coordinates (seed, epoch, row, position) and never comes from the state of a generator, so it
+does not depend on which process asks, how often, or in which order.
 """
 
 import numpy as np
@@ -11,18 +11,17 @@ import pyarrow as pa
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WORD = 8
 _LONG = 4096
-"""Bytes of a text that are hashed together with those of other texts; the rest of it by itself."""
+"""Length in bytes up to which texts are hashed together; the rest of a longer text is hashed by itself."""
 AT_A_TIME = 16_384
-"""Values hashed at a time, few enough to stay in the processor's cache; larger arrays wait for memory."""
+"""Values hashed at a time: few enough to stay in the processor's cache."""
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words in which every input bit reaches every output bit: the step of SplitMix64.
-
-    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+    """Applies the step of SplitMix64, a bijection of 64-bit words in which every input bit reaches every
+    output bit (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 
     Args:
-        values: int64 or uint64, any shape; int64 is taken by its bits.
+        values: int64 or uint64, any shape; the bits of int64 are reinterpreted as uint64.
 
     Returns:
         uint64 of the same shape.
@@ -43,7 +42,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def combine(*parts: int | np.ndarray) -> np.ndarray:
-    """Hashes several integers or arrays that broadcast against each other; their order counts.
+    """Hashes several integers or arrays that broadcast against each other; their order matters.
 
     Returns:
         uint64, at least 1-d.
@@ -55,27 +54,29 @@ def combine(*parts: int | np.ndarray) -> np.ndarray:
 
 
 def uniform(hashes: np.ndarray) -> np.ndarray:
-    """Maps hashes to float64 in [0, 1), by their upper 53 bits."""
+    """Maps hashes to float64 in [0, 1), using their upper 53 bits."""
     return (hashes >> np.uint64(11)) * 2.0**-53
 
 
 def buckets(hashes: np.ndarray, count: int) -> np.ndarray:
-    """Maps hashes to int64 in [0, count), by their upper 32 bits; count is at most 2^32.
+    """Maps hashes to int64 in [0, count), using their upper 32 bits; count is at most 2^32.
 
-    Lemire: Fast random integer generation in an interval, 2019; a division would cost as much as the hash.
+    It multiplies instead of dividing, which would cost as much as the hash (Lemire: Fast random integer
+    generation in an interval, 2019).
     """
     return (((hashes >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32)).astype(np.int64)
 
 
 def draw_places(offsets: np.ndarray, rate: float, rows: np.ndarray) -> np.ndarray:
-    """Draws elements with probability `rate`, each by the hash of its row alone; returns their flat places.
+    """Draws each element with probability `rate` and returns the flat indices of the drawn ones.
 
-    The gap to a row's next drawn element is geometric, so the work goes with the number of drawn elements.
+    The draws of a row depend only on the row's hash. The gap to a row's next drawn element is geometric, so
+    the work is proportional to the number of drawn elements.
 
     Args:
         offsets: int64 [rows + 1]; row i has the elements offsets[i] to offsets[i + 1].
         rate: in (0, 1].
-        rows: uint64 [rows], hash of each row.
+        rows: uint64 [rows], the hash of each row.
     """
     drawn, place, active = [], offsets[:-1] - 1, np.arange(len(rows))
     log_keep = np.log1p(-rate) if rate < 1 else -np.inf
@@ -91,8 +92,8 @@ def draw_places(offsets: np.ndarray, rate: float, rows: np.ndarray) -> np.ndarra
 
 
 def hash_text(values: pa.Array) -> np.ndarray:
-    """Hashes each string to uint64: `combine` over its length and the little-endian 8-byte words of its
-    UTF-8.
+    """Hashes each string to uint64: `combine` over its length and the little-endian 8-byte words of its UTF-8
+    bytes.
 
     Args:
         values: string or large_string without nulls.
@@ -116,7 +117,7 @@ def hash_text(values: pa.Array) -> np.ndarray:
 
 
 def _mix_words(state: int, words: list[int]) -> int:
-    """Does what `mix(state ^ word)` does for one word after the other; faster for a single text."""
+    """Applies `state = mix(state ^ word)` word by word, faster than `mix` for a single text."""
     limit = 2**64 - 1
     for word in words:
         x = ((state ^ word) + int(_GOLDEN)) & limit

@@ -1,4 +1,4 @@
-"""Shows one row of a batch as a table of tokens, with the original ids: for `--dry-run` and exploration."""
+"""Shows one row of a batch as a table of tokens with original ids, for `--dry-run` and exploration."""
 
 from datetime import datetime, timezone
 from typing import NamedTuple
@@ -14,7 +14,8 @@ from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary, mapp
 
 
 class Token(NamedTuple):
-    """One token of a sample; `position` in the sequence is `-` for a candidate that is no token."""
+    """One token of a sample; `position` is its index in the sequence, `-` for a candidate that is no
+    token."""
 
     position: str
     kind: str
@@ -28,7 +29,7 @@ def describe_sample(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[Token
 
     Args:
         batch: a batch on the host.
-        row: its row to describe.
+        row: number of the row to describe.
         pipeline: resolved; its vocabularies turn table rows back into ids. A hashed id is shown as `#bucket`,
             an id that was not in the vocabulary as `unknown`.
     """
@@ -102,7 +103,7 @@ class _Names:
         return self._of(column)
 
     def of_user(self) -> list[str]:
-        """Words each USER feature as `name=value`."""
+        """Returns each USER feature as text, `name=value`."""
         texts = []
         for column in self._columns:
             if column.side == pb.USER:
@@ -131,7 +132,8 @@ class _Names:
 
 
 def _item_feature(pipeline: pb.Pipeline) -> str:
-    """Names the items that the model searches, else the first single-valued id of events and candidates."""
+    """Returns the name of the item feature: the one that the model searches, else the first single-valued id
+    of both events and candidates, else an empty text."""
     searched = model_of(pipeline).item_feature
     if searched is not None:
         return searched

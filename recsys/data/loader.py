@@ -1,7 +1,8 @@
 """Loads batches of one split for one rank, from reader processes or in this process.
 
 `Loader.open(pipeline, "train", rule).epoch(0)` is the way into the data path. `plan` decides the content of
-batch k of an epoch, which depends on neither ranks nor readers; a loader only decides who makes it.
+batch k of an epoch, which depends on neither ranks nor readers; a loader only decides which rank and reader
+make it.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -23,7 +24,7 @@ from recsys.data.workers.reader import CheckedSource, Reader
 from recsys.errors import DataError
 
 _IN_USE = 3
-"""Batches that training works on at a time: a pipeline holds as many."""
+"""Batches that training holds at a time, as many as a training pipeline has in flight."""
 
 
 class Loader:
@@ -31,17 +32,17 @@ class Loader:
 
     Args:
         reader: makes the arrays of batches.
-        collator: makes batches of them.
+        collator: makes batches from these arrays.
         counter: counts rows that were left out or cut.
-        unknown_ids: warns about vocabularies that do not fit.
-        rank: number of this rank; decides which batches are its own.
+        unknown_ids: warns about vocabularies that do not fit the data.
+        rank: number of this rank; decides which batches it loads.
         world_size: number of ranks.
-        num_workers: reader processes; 0 reads in this process.
-        prefetch: batches of each process that may wait to be taken.
+        num_workers: number of reader processes; 0 reads in this process.
+        prefetch: number of batches that each process may prepare ahead.
 
     Attributes:
-        source: the files.
-        batch_size: rows of a batch; the last ones of an epoch may have fewer.
+        source: the source of the rows.
+        batch_size: rows per batch; the last batches of an epoch may have fewer.
         counter: counts of this rank in the epoch so far.
     """
 
@@ -84,21 +85,21 @@ class Loader:
 
         Args:
             pipeline: resolved. split: "train", "validation", "test", or another source. rule: how rows become
-            sequences; `models.layout_rule`. rank: number of this rank; decides which batches are its own.
+            sequences; `models.layout_rule`. rank: number of this rank; decides which batches it loads.
             world_size: number of ranks. shuffle: mix rows, differently in each epoch. mode: purpose of the
             rows; by default "train" for the split "train", else "evaluate". "predict" reads no labels, cuts
-            no candidates, and gives the rows in the order of the files.
+            no candidates, and keeps the order of the files.
 
         Raises:
-            DataError: files that are missing, broken, without rows, or that do not fit the config; rows that
-                repeat the key and request time of others, unless `data.bad_rows` leaves them out.
+            DataError: files are missing, broken, without rows, or do not fit the config; or rows repeat the
+                key and request time of others and `data.bad_rows` does not leave them out.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, world_size {world_size}; ranks are 0 to world_size - 1")
         data = pipeline.data
         mode = mode or ("train" if split == "train" else "evaluate")
         source = _open(pipeline, split, may_be_empty=mode == "predict")
-        # Checked before rows are compared: without one of the key columns different rows would look the same.
+        # Checked before rows are compared: if a key column were missing, different rows would look the same.
         columns = source.check(pipeline, mode)
         name = split if isinstance(split, str) else "predicted"
         rank_name = f", rank {rank}" if world_size > 1 else ""
@@ -118,7 +119,7 @@ class Loader:
             mode,
             rule=rule,
             num_readers=world_size * max(1, data.num_workers),
-            # Besides the batches that wait, one is being filled and some are in use.
+            # Slots for the batches that wait, the one that is being filled, and those in use.
             num_slots=data.prefetch_batches + 1 + _IN_USE,
         )
         return cls(
@@ -133,40 +134,41 @@ class Loader:
         )
 
     def num_batches(self, epoch: int = 0) -> int:
-        """Number of batches of all ranks together in an epoch."""
+        """Returns the number of batches in an epoch, over all ranks."""
         return self._reader.plan(epoch).num_batches
 
     def num_steps(self, epoch: int = 0, start: int = 0) -> int:
-        """Number of batches that `epoch` yields, the same on every rank."""
+        """Returns the number of batches that `epoch` yields, which is the same on every rank."""
         return -(-max(0, self.num_batches(epoch) - start) // self._world_size)
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Yields this rank's batches of an epoch, from batch `start` of the plan on.
+        """Yields this rank's batches of an epoch, starting at batch `start` of the plan.
 
-        All ranks yield equally many: one that runs out of rows yields filler batches (weight 0).
+        All ranks yield the same number of batches: a rank that runs out of rows yields filler batches, whose
+        rows have weight 0.
         `position.index` is the last batch of the plan that any rank holds in this step, so
         `start = position.index + 1` continues after it.
 
         Raises:
-            DataError: a bad row or file.
+            DataError: a row or file is bad.
             RecsysError: a reader process died.
         """
         with closing(self._stream([(epoch, index) for index in self._indices(epoch, start)])) as stream:
             yield from self._batches(epoch, start, stream)
 
     def epochs(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Yields the batches of this epoch and all that follow, without end.
+        """Yields the batches of epoch `epoch` and of all epochs after it, without end.
 
         Readers begin the next epoch while the last batches of this one still wait to be taken.
 
-        Raises: as `epoch`.
+        Raises the errors of `epoch`.
         """
         number = epoch
         while True:
             schedule = BatchSchedule(self._reader.plan, number, start, self._rank, self._world_size)
             with closing(self._stream(schedule)) as stream:
                 is_empty = False
-                # The schedule ends with an epoch without a batch for this rank; a new stream begins after it.
+                # The schedule ends at an epoch that has no batch for this rank; a new stream begins after it.
                 while not is_empty:
                     is_empty = not self._indices(number, start)
                     yield from self._batches(number, start, stream)

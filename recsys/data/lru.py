@@ -1,4 +1,4 @@
-"""A small cache of the values that were used last."""
+"""A small cache that keeps the most recently used values."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -8,7 +8,7 @@ Value = TypeVar("Value")
 
 
 class Lru(Generic[Value]):
-    """Keeps the `capacity` values that were asked for last."""
+    """Keeps the `capacity` most recently used values."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -17,7 +17,7 @@ class Lru(Generic[Value]):
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Returns the value under `key`; makes it when it is not there."""
+        """Returns the value of `key`, and calls `make` for it if the cache does not hold one."""
         if key not in self._values:
             value = make()
             while len(self._values) >= self._capacity:

@@ -1,8 +1,8 @@
-"""The negatives of a batch: items that all queries are compared with, their features and logQ weights.
+"""Makes the negatives of a batch: items that all queries are compared with, their features and logQ weights.
 
-In evaluation they are the whole catalogue. In training with sampled negatives they are drawn items (uniform,
-or by frequency) and the items of the batch's own histories (in-batch negatives), which every loss over
-samples needs: all positives are among them.
+In evaluation the negatives are the whole catalogue. In training with sampled negatives they are drawn items
+(uniform, or by frequency) and the items of the batch's histories (in-batch negatives). Every loss over
+samples needs the latter, because all positives are among them.
 """
 
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ from recsys.data.schema.contract import Mode
 from recsys.data.schema.vocabulary import Vocabulary, mappings
 
 _NEGATIVES = 4
-"""Hash stream that draws negatives; 1 and 2 are the plan's, 3 and 5 the converter's."""
+"""Hash stream of negatives. The plan uses streams 1 and 2, the converter 3 and 5."""
 
 _NO_ROWS = np.empty(0, np.int64)
 
 
 class NegativeColumns(NamedTuple):
-    """The columns of a batch that belong to no row, by name.
+    """The columns of a batch that belong to no row, by column name.
 
     Attributes:
-        ids: int64 rows of tables: the items, and then their features.
+        ids: int64 rows of embedding tables: first the items, then their features.
         value_counts: int64 number of values of each item, for multi-valued features.
         numbers: float32, one per item.
     """
@@ -47,7 +47,7 @@ class NegativesBuilder:
         pipeline: resolved.
         sampler: draws negatives.
         catalogue: features of items; None if the config has none or the mode needs none.
-        log_q: weights of the negatives; None for none.
+        log_q: computes the weights of the negatives; None for negatives without weights.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class NegativesBuilder:
         """Reads the features of items, and their counts in training if weights or draws need them.
 
         Raises:
-            DataError: a file that cannot be used.
+            DataError: a file cannot be used.
         """
         sampler = NegativeSampler.open(pipeline, mode)
-        # A package predicts without the file of items, since it has their vectors.
+        # A package predicts without the item file, because it holds the item vectors.
         described = features.columns(pipeline, pb.ITEM) and mode != "predict"
         catalogue = ItemCatalogue.open(pipeline) if described else None
         return cls(pipeline, sampler, catalogue, _read_log_q(pipeline, sampler))
 
     def columns(self, arrays: BatchArrays, epoch: int, index: int) -> NegativeColumns:
-        """Makes the columns of a batch, which is number `index` of the epoch's plan."""
+        """Makes the columns of batch `index` of the epoch's plan."""
         if self._sampler.draws:
             events = self._events(arrays)
             return self._describe(self._sampler.draw(epoch, index), np.unique(events), len(events))
@@ -90,14 +90,14 @@ class NegativesBuilder:
         return self._whole_catalogue
 
     def _events(self, arrays: BatchArrays) -> np.ndarray:
-        """Lists the known items of the batch's events, as rows of the item table."""
+        """Returns the known items of the batch's events, as rows of the item table."""
         ends = np.cumsum(arrays.id_lengths.reshape(self._num_keys, -1).sum(axis=1))
         start = ends[self._history - 1] if self._history else 0
         events = arrays.id_values[start : ends[self._history]]
         return events[events > 0]
 
     def _describe(self, drawn: np.ndarray, in_batch: np.ndarray, num_events: int) -> NegativeColumns:
-        """Looks up features and weights of the drawn items and those of the batch."""
+        """Looks up the features and weights of the drawn items and of the batch's items."""
         items = np.concatenate([drawn, in_batch])
         ids = dict(zip(self._item_columns, (drawn, in_batch), strict=False))
         item_features = self._catalogue.take(items) if self._catalogue else self._no_features()
@@ -128,14 +128,14 @@ class NegativesBuilder:
 
 
 class NegativeSampler:
-    """Draws negatives for batches of training, or gives the whole catalogue, as rows of the item table.
+    """Draws negatives for training batches, or returns the whole catalogue, as rows of the item table.
 
     Row 0 is no item, so item k of the catalogue is row k + 1.
 
     Args:
         num_rows: rows of the item table.
         seed: seed of the draws.
-        num_drawn: negatives per batch; None gives the whole catalogue.
+        num_drawn: negatives per batch; None returns the whole catalogue.
         frequencies: draws by frequency; None draws uniformly.
     """
 
@@ -151,7 +151,7 @@ class NegativeSampler:
 
     @classmethod
     def open(cls, pipeline: pb.Pipeline, mode: Mode) -> "NegativeSampler":
-        """Reads the counts of items in training, if the config draws by them."""
+        """Reads the training counts of items if the config draws negatives by frequency."""
         num_rows = features.table_rows(features.searched_item(pipeline))
         seed, softmax = pipeline.train.seed, model_of(pipeline).softmax
         if mode != "train" or not features.samples_negatives(pipeline):
@@ -160,7 +160,7 @@ class NegativeSampler:
         return cls(num_rows, seed, num_drawn(softmax), frequencies)
 
     def draw(self, epoch: int, index: int) -> np.ndarray:
-        """Draws the negatives of a batch with repetition; the draw depends on epoch, index and seed alone."""
+        """Draws the negatives of a batch with repetition; the draw depends only on epoch, index and seed."""
         if self._catalogue is not None:
             return self._catalogue
         hashes = combine(self._seed, epoch, _NEGATIVES, index, np.arange(self._count))
@@ -170,16 +170,16 @@ class NegativeSampler:
 
 
 class FrequencySampler:
-    """Draws items with probabilities in proportion to a power of their number of events in training.
+    """Draws items with probabilities proportional to a power of their number of training events.
 
     Args:
-        counts: [rows of the item table], events of each item in training; row 0 is no item.
-        power: 0 makes all equally likely, 1 follows popularity.
+        counts: [rows of the item table], training events of each item; row 0 is no item.
+        power: exponent of the counts; 0 makes all items equally likely, 1 follows popularity.
         num_drawn: draws per batch.
     """
 
     def __init__(self, counts: np.ndarray, power: float, num_drawn: int) -> None:
-        # An item without events in training is drawn like one with a single event.
+        # An item without training events is drawn as if it had one event.
         chances = np.maximum(counts[1:], 1.0) ** power
         self._chances = chances / chances.sum()
         self._ends = np.cumsum(self._chances)
@@ -197,30 +197,31 @@ class FrequencySampler:
         return np.minimum(places, len(self._ends) - 1) + 1
 
     def log_weights(self, rows: np.ndarray) -> np.ndarray:
-        """Computes -log of the expected number of occurrences in a draw of rows of the item table: float32.
+        """Computes the log weights of rows of the item table, float32: -log of their expected number of
+        occurrences in a draw.
 
-        With these weights the sum of weight x exp(score) over drawn items estimates, without bias, the sum
-        over the catalogue (Bengio and Senecal 2008).
+        Let weight = exp(log weight). The sum of weight x exp(score) over drawn items is an unbiased estimate
+        of the sum of exp(score) over the catalogue (Bengio and Senecal 2008).
         """
         return -np.log(self._drawn * self._chances[rows - 1]).astype(np.float32)
 
 
 class InBatchLogQ:
-    """Weights of in-batch and uniform negatives: -log of the expected number of occurrences of an item
-    (logQ).
+    """Computes the log weights of in-batch and uniform negatives (logQ): -log of the expected number of
+    occurrences of an item.
 
-    In a batch of n events that is (drawn / items of the catalogue) + 1 - (1 - share of all training
-    events)^n, as the batch's own items are there once or not at all. With these weights the sum of weight x
-    exp(score) over negatives estimates the sum over the catalogue (Bengio and Senecal 2008; Yi et al. 2019
-    for in-batch negatives).
+    In a batch of n events that number is (drawn / items of the catalogue) + 1 - (1 - the item's share of all
+    training events)^n, because the batch's items occur at most once each. Let weight = exp(log weight). The
+    sum of weight x exp(score) over negatives estimates the sum of exp(score) over the catalogue (Bengio and
+    Senecal 2008; Yi et al. 2019 for in-batch negatives).
 
     Args:
-        counts: [rows of the item table], events of each item in training; row 0 is no item.
-        num_drawn: negatives that are drawn uniformly.
+        counts: [rows of the item table], training events of each item; row 0 is no item.
+        num_drawn: number of negatives that are drawn uniformly.
     """
 
     def __init__(self, counts: np.ndarray, num_drawn: int) -> None:
-        # An item without events in training may still be in a batch, and counts like one with a single event.
+        # An item without training events may still be in a batch; it counts as if it had one event.
         self._share = np.clip(counts / max(counts.sum(), 1), 1 / max(counts.sum(), 1), 1)
         self._drawn = num_drawn / max(len(counts) - 1, 1)
 
@@ -230,7 +231,7 @@ class InBatchLogQ:
         return cls(_read_counts(pipeline), num_drawn(model_of(pipeline).softmax))
 
     def log_weights(self, rows: np.ndarray, num_events: int) -> np.ndarray:
-        """Computes the weights of rows of the item table in a batch of `num_events` events: float32."""
+        """Computes the log weights of rows of the item table in a batch of `num_events` events, float32."""
         included = -np.expm1(num_events * np.log1p(-np.minimum(self._share[rows], 1 - 1e-12)))
         return -np.log(self._drawn + included).astype(np.float32)
 
@@ -243,11 +244,11 @@ def num_drawn(softmax: pb.SoftmaxLoss) -> int:
 
 
 def _read_log_q(pipeline: pb.Pipeline, sampler: NegativeSampler) -> InBatchLogQ | FrequencySampler | None:
-    """Returns the weights of drawn negatives if the config wants weights, else None."""
+    """Returns the object that computes the log weights of drawn negatives, or None without weights."""
     softmax = model_of(pipeline).softmax
     if not sampler.draws:
         return None
-    # `log_q` has a default in both messages, so look only into the one that is set.
+    # `log_q` has a default in both messages, so read only the message that is set.
     if softmax.HasField("in_batch") and softmax.in_batch.log_q:
         return InBatchLogQ.open(pipeline)
     if softmax.HasField("frequency") and softmax.frequency.log_q:

@@ -1,6 +1,6 @@
-"""Warns if nearly all ids of a column are unknown: the vocabulary of other data, or a wrong column.
+"""Warns if nearly all ids of a column are unknown, because the vocabulary or the column is the wrong one.
 
-Nothing else would show it, since a model trains and scores on unknown ids without an error.
+Nothing else would reveal this: a model trains on unknown ids and scores them without an error.
 """
 
 import logging
@@ -12,7 +12,7 @@ from recsys.config import features
 from recsys.data.convert.packer import BatchArrays
 
 ENOUGH = 200
-"""Ids of a column that are counted before it is judged; a column with fewer is not judged."""
+"""Number of ids after which a column is judged; a column with fewer ids is not judged."""
 
 MOST = 0.9
 """Largest share of unknown ids without a warning."""
@@ -35,7 +35,7 @@ class UnknownIds:
         self._unknown = dict.fromkeys(self._files, 0)
 
     def observe(self, arrays: BatchArrays) -> None:
-        """Counts the ids of a batch while some column has not been judged."""
+        """Counts the ids of a batch as long as a column has not been judged."""
         if not self._files or not len(arrays.row):
             return
         ends = np.cumsum(arrays.id_lengths.reshape(len(self._names), -1).sum(axis=1))

@@ -1,4 +1,4 @@
-"""Compares a config with the files that it names, without reading a row: `--validate` calls it."""
+"""Compares a config with the files that it names, without reading a row, for the flag `--validate`."""
 
 from typing import NamedTuple
 
@@ -19,13 +19,15 @@ class FileFindings(NamedTuple):
 
 
 def compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> FileFindings:
-    """Looks for missing or wrong columns in the files of each split, and for settings behind the last step.
+    """Finds missing or wrong columns in the files of each split, and settings that take effect only after the
+    last step.
 
-    Files that cannot be opened are a warning: a config may be checked where its data is not.
+    Files that cannot be opened cause a warning, because a config may be checked on a machine without its
+    data.
 
     Args:
         pipeline: resolved.
-        locations: place of each field in the config file, by path, as `config.read` returns it.
+        locations: line of the config file of each field, by field path, as `config.read` returns it.
     """
     faults: list[str] = []
     warnings: list[str] = []
@@ -49,6 +51,6 @@ def compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str] | None =
 
 
 def _steps(pipeline: pb.Pipeline, source: Source) -> int:
-    """Counts the steps of a run of epochs in one process; several processes make fewer."""
+    """Returns the steps of a run of epochs in one process; several processes make fewer."""
     batches = -(-source.num_rows // pipeline.data.batch_size) * pipeline.train.num_epochs
     return batches // pipeline.train.accumulate_batches

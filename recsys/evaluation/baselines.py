@@ -1,7 +1,7 @@
-"""Baselines for models that search items: popularity, and item-to-item co-occurrence without training.
+"""Measures baselines for models that search items: popularity and item-to-item co-occurrence.
 
-`measure` fits them to the training rows, chooses the settings of co-occurrence on validation rows by a grid,
-and ranks the targets of a split by the rule of the config with the metrics of the config.
+`measure` fits them to the training rows, chooses the settings of co-occurrence by a grid search on validation
+rows, ranks the targets of a split by the rule of the config, and computes the metrics of the config.
 """
 
 from collections.abc import Iterator
@@ -25,20 +25,20 @@ GRID = {
     "source_power": (0.5, 1.0),
     "target_power": (0.0, 0.25),
 }
-"""Settings of `co_occurrence.Settings` that are tried, all combinations."""
+"""Values of `co_occurrence.Settings` to try, in all combinations."""
 
 TUNING_ROWS = 2500
-"""Validation rows, evenly spread, on which settings are compared."""
+"""Most validation rows on which settings are compared; they are evenly spread over the split."""
 
 _MOST_SCORES = 2**22
-"""Scores in memory at once: 32 MiB."""
+"""Most scores in memory at once, 32 MiB of float64."""
 
 
 class Baseline(Protocol):
-    """A model of histories, as `co_occurrence` has them."""
+    """A model that scores items for histories, such as `CoOccurrence` and `Popularity`."""
 
     def scores(self, histories: Interactions) -> np.ndarray:
-        """Scores the catalogue for each row, float64 [B, V]; column k belongs to row k + 1 of the table."""
+        """Scores the catalogue for each row, float64 [B, V]; column k is the item of table row k + 1."""
         ...
 
 
@@ -49,7 +49,7 @@ class Measured:
     Attributes:
         name: "popularity", "co-occurrence, directed" or "co-occurrence, symmetric".
         metrics: values by the names of the config's metrics.
-        settings: settings that were chosen on validation rows; None where there are none to choose.
+        settings: settings that were chosen on validation rows; None for a baseline without settings.
         baseline: the fitted model.
     """
 
@@ -63,13 +63,12 @@ def measure(pipeline: pb.Pipeline, split: str = "test") -> list[Measured]:
     """Measures all baselines on a split.
 
     Args:
-        pipeline: resolved; its model searches items. Settings are chosen on `data.validation` by
-            `train.evaluation.best_metric`; without validation rows or metrics the defaults of `Settings` are
-            taken.
+        pipeline: resolved; its model searches items. `train.evaluation.best_metric` on `data.validation`
+            decides the settings; without validation rows or metrics, they are the defaults of `Settings`.
         split: "validation" or "test".
 
     Raises:
-        DataError: files that are missing or do not fit the config.
+        DataError: files are missing or do not fit the config.
     """
     rule = model_of(pipeline).seen_rule
     train, rows = read(pipeline, "train"), read(pipeline, split)
@@ -96,7 +95,7 @@ def choose(
     *,
     symmetric: bool,
 ) -> Settings:
-    """Returns the settings of the grid with the best metric on validation rows, the first of equals."""
+    """Returns the settings of the grid with the best metric on validation rows, the first of equal ones."""
     name = pipeline.train.evaluation.best_metric
     if tuning is None or not name:
         return Settings(symmetric=symmetric)
@@ -125,7 +124,7 @@ def choose(
 def metrics(
     baseline: Baseline, rows: Interactions, pipeline: pb.Pipeline, rule: SeenRule
 ) -> dict[str, float]:
-    """Computes the metrics of the config's model for the ranks that a baseline gives to the targets."""
+    """Computes the metrics of the config's model from the ranks that a baseline gives to the targets."""
     ranked = Ranked(pipeline)
     for block in row_blocks(rows):
         ranked.add(baseline.scores(block), block, rule)
@@ -133,7 +132,7 @@ def metrics(
 
 
 class Ranked:
-    """The metrics of a config's model, over blocks of scores."""
+    """Accumulates the metrics of a config's model over blocks of scores."""
 
     def __init__(self, pipeline: pb.Pipeline):
         lists = model_of(pipeline).metrics()
@@ -141,27 +140,27 @@ class Ranked:
         self._metrics = {metric.name: metric for metric in (part.cls(part.config) for part in chosen)}
 
     def add(self, scores: np.ndarray, rows: Interactions, rule: SeenRule) -> None:
-        """Adds the rows of a block; the arguments are those of `rank_targets`."""
+        """Adds the rows of a block; the arguments are the same as in `rank_targets`."""
         ranks, weights = map(torch.from_numpy, rank_targets(scores, rows, rule))
         for metric in self._metrics.values():
             metric.update(ranks, weights)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the values over all blocks by name."""
+        """Returns the values over all blocks, by name."""
         return compute_all(self._metrics)
 
 
 def rank_targets(scores: np.ndarray, rows: Interactions, rule: SeenRule) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks each target among the items of the catalogue, ties against it.
+    """Ranks each target among the items of the catalogue; ties count against the target.
 
     Args:
         scores: [B, V], as `Baseline.scores` returns them.
         rows: histories and targets.
-        rule: for items of a row's history.
+        rule: treatment of items of a row's history.
 
     Returns:
-        int64 [N], 1 for the best and V + 1 for a target that cannot be found, and float64 [N], 0 for a target
-        that does not count.
+        The ranks, int64 [N], 1 for the best item and V + 1 for a target that cannot be found, and the
+        weights, float64 [N], 0 for a target that does not count and 1 for all others.
     """
     row_of_target = np.repeat(np.arange(len(rows.lengths)), rows.num_targets)
     target = np.maximum(rows.targets - 1, 0)
@@ -175,7 +174,7 @@ def rank_targets(scores: np.ndarray, rows: Interactions, rule: SeenRule) -> tupl
         weights[repeated & rule.left_out] = 0
         missed |= repeated
     better = (scores[row_of_target] >= limit[:, None]) & ~seen[row_of_target]
-    # The target itself is among them unless it was removed, and then its rank is known.
+    # The count includes the target itself, unless it was removed; a removed target has a fixed rank.
     ranks = np.where(missed, rows.num_items + 1, better.sum(axis=1))
     return ranks, weights
 

@@ -1,8 +1,8 @@
-"""Blends a trained model that searches items with co-occurrence, which pays on small logs.
+"""Blends a trained model that searches items with co-occurrence, which improves results on small logs.
 
 The score of item j for a history is `(1 - w) log p(j) + w log(q(j) + FLOOR)`. p is the softmax over the
-catalogue of the model's similarities, divided by the temperature of its loss; q is the share of j in all
-scores of co-occurrence. The weight w is chosen on validation rows: 0 is the model alone, 1 the counts alone.
+catalogue of the model's similarities divided by the temperature of its loss. q is the share of j in the sum
+of all scores of co-occurrence. Validation rows decide the weight w: 0 is the model alone, 1 the counts alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,17 +24,17 @@ from recsys.evaluation.interactions import Interactions, read
 from recsys.models.base import layout_rule
 
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Weights of co-occurrence that are tried."""
+"""Weights of co-occurrence to try."""
 
 FLOOR = 1e-6
-"""Share of an item that co-occurrence has never seen beside the history."""
+"""Share that every item gets in addition, so that an item without co-occurrence has a finite score."""
 
 
 class SearchModel(Protocol):
-    """A model whose query for a history is compared with vectors of items.
+    """A model that compares a query for a history with vectors of items.
 
     Attributes:
-        objective: its attribute `loss` has the temperature that similarities are divided by.
+        objective: its attribute `loss` holds the temperature that similarities are divided by.
     """
 
     objective: Any
@@ -49,7 +49,7 @@ class SearchModel(Protocol):
 
 
 class Queries(NamedTuple):
-    """Rows of a split with the model's view of them.
+    """Rows of a split, with the model's queries for them and its item vectors.
 
     Attributes:
         rows: whole histories and targets.
@@ -71,15 +71,15 @@ class Block(NamedTuple):
 
 
 class Blend:
-    """A model and co-occurrence, with the weight of the second.
+    """Blends a model with co-occurrence.
 
     Args:
-        co_occurrence: fitted to the training rows.
-        temperature: of the model's loss.
-        weight: of co-occurrence, from 0 to 1.
+        co_occurrence: the counts, fitted to the training rows.
+        temperature: temperature of the model's loss.
+        weight: weight of co-occurrence, from 0 to 1.
 
     Attributes:
-        settings: of co-occurrence.
+        settings: settings of co-occurrence.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Blend:
 
     @classmethod
     def fit(cls, pipeline: pb.Pipeline, model: SearchModel, validation: Queries) -> "Blend":
-        """Chooses the settings of co-occurrence, then the weight, by the metric that decides what is best.
+        """Chooses the settings of co-occurrence, then the weight, by the config's best metric.
 
         Raises:
-            DataError: training files that are missing or do not fit the config.
+            DataError: training files are missing or do not fit the config.
         """
         rule, name = model_of(pipeline).seen_rule, pipeline.train.evaluation.best_metric
         train, rows = read(pipeline, "train"), validation.rows
@@ -111,7 +111,7 @@ class Blend:
     def metrics(
         self, pipeline: pb.Pipeline, split: Queries, weights: Sequence[float]
     ) -> list[dict[str, float]]:
-        """Computes the metrics of the config's model for each weight of co-occurrence."""
+        """Computes the metrics of the config's model for each of the given weights of co-occurrence."""
         rule = model_of(pipeline).seen_rule
         totals = [Ranked(pipeline) for _ in weights]
         for block in self.blocks(split):
@@ -123,8 +123,8 @@ class Blend:
         """Finds the best items of each row.
 
         Returns:
-            int64 [B, k], rows of the item table, best first; float64 [B, k], their scores, -inf for an item
-            that was removed because too few others are left.
+            The best items first, as rows of the item table, int64 [B, k], and their scores, float64 [B, k].
+            The score is -inf for a removed item, which fills the list if too few other items are left.
         """
         items, scores = [], []
         for block in self.blocks(split):
@@ -138,7 +138,7 @@ class Blend:
         return np.concatenate(items), np.concatenate(scores)
 
     def blocks(self, split: Queries) -> Iterator[Block]:
-        """Yields a split in blocks of bounded memory."""
+        """Yields the log-probabilities of a split, in blocks of bounded memory."""
         start = 0
         for rows in row_blocks(split.rows):
             stop = start + len(rows.lengths)
@@ -167,11 +167,11 @@ def encode(
         pipeline: resolved.
         model: in evaluation mode.
         split: "validation", "test", or another source, whose rows need no targets.
-        device: of the model.
-        items: the vectors of the catalogue if they are known; another source needs them.
+        device: device of the model.
+        items: the vectors of the catalogue, if they are known; required for another source.
 
     Raises:
-        DataError: files that are missing or do not fit the config.
+        DataError: files are missing or do not fit the config.
     """
     queries, local = [np.zeros((0, pipeline.model.embedding_dim), np.float32)], pb.Pipeline()
     local.CopyFrom(pipeline)

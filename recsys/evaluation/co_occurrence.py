@@ -1,10 +1,10 @@
-"""`CoOccurrence`: an item-to-item model without training, which counts what follows what.
+"""Defines `CoOccurrence`, an item-to-item model that counts which items follow which, without training.
 
 A history scores item j by the sum over its events i of `recency^age(i) * C[i, j] / (n_i + 1)^source_power`,
 divided by `(n_j + 1)^target_power`. `C[i, j]` sums `distance^-distance_power` over all training pairs in
-which j stands at most `WINDOW` events behind i (directed), or behind or before it (symmetric). `n` counts
-training events, and the newest event of a history has age 0. Items without any such pair follow by
-popularity.
+which j is at most `WINDOW` events after i (directed), or after or before it (symmetric). `n` counts the
+training events of an item, and the newest event of a history has age 0. Items without any such pair come
+last, by popularity.
 """
 
 from typing import NamedTuple
@@ -17,30 +17,31 @@ from recsys.data.convert.column_block import flat_indices
 from recsys.evaluation.interactions import Interactions
 
 WINDOW = 20
-"""Events behind another one that count as its neighbors."""
+"""Number of events after an event that count as its neighbors."""
 
 MOST_PAIRS = 2**26
-"""Training pairs in memory at once, some 1.5 GB; of a log with more, every n-th row is counted."""
+"""Most training pairs in memory at once (about 1.5 GB); of a larger log, only every n-th row is counted."""
 
 MOST_DENSE = 2**12 + 2**11
-"""Items of a catalogue whose matrix is dense, up to 150 MB of float32."""
+"""Most items of a catalogue whose matrix is dense, with up to 150 MB of float32."""
 
 _SMALLEST_WEIGHT = 0.01
-"""Events of a history whose recency weight is below this one are left out."""
+"""Smallest recency weight; events of a history with a smaller weight are left out."""
 
 _MOST_EVENTS = 50
-"""Newest events of a history that are looked at."""
+"""Most events of a history that are used, the newest ones."""
 
 
 class Settings(NamedTuple):
-    """Settings of the model; see the module for the formula.
+    """Settings of `CoOccurrence`; the module's docstring has the formula.
 
     Attributes:
-        symmetric: also count the items in front of an event.
-        distance_power: how fast a neighbor counts less with its distance; 0 counts all alike.
-        recency: weight of each event of a history, relative to the event behind it.
-        source_power: normalization by the popularity of the history's item.
-        target_power: normalization by the popularity of the recommended item.
+        symmetric: also count the items before an event.
+        distance_power: exponent by which the weight of a neighbor falls with its distance; 0 weights all
+            neighbors equally.
+        recency: weight of each event of a history, relative to the next event.
+        source_power: exponent of the normalization by the popularity of the history's item.
+        target_power: exponent of the normalization by the popularity of the recommended item.
     """
 
     symmetric: bool = False
@@ -51,7 +52,7 @@ class Settings(NamedTuple):
 
 
 class Neighbors:
-    """The matrix C: a dense one for a small catalogue, else the neighbors of each item with their weights.
+    """The matrix C, dense for a small catalogue, else as lists of each item's neighbors with their weights.
 
     Args:
         train: the training histories.
@@ -84,7 +85,7 @@ class Neighbors:
         Args:
             items: int64 [n], indices of items, list after list.
             weights: float64 [n].
-            lengths: int64 [B], adding up to n.
+            lengths: int64 [B], the length of each list; they add up to n.
         """
         if self._dense is not None:
             offsets = torch.from_numpy(np.cumsum(lengths) - lengths)
@@ -104,7 +105,7 @@ class Neighbors:
 
 
 class Pairs(NamedTuple):
-    """Pairs of different items of a history: indices of the earlier and the later one, and their distance."""
+    """Pairs of different items of a history: index of the earlier item, of the later item, distance."""
 
     source: np.ndarray
     target: np.ndarray
@@ -127,7 +128,7 @@ class CoOccurrence:
     Args:
         neighbors: the counts.
         popularity: int64 [V], training events of each item.
-        settings: the rest of the formula.
+        settings: settings of the formula.
     """
 
     def __init__(self, neighbors: Neighbors, popularity: np.ndarray, settings: Settings):
@@ -135,7 +136,7 @@ class CoOccurrence:
         self._recency = settings.recency
         self._source = (popularity + 1.0) ** -settings.source_power
         self._target = (popularity + 1.0) ** -settings.target_power
-        # Small enough to order only what no neighbor reaches.
+        # Small enough that it orders only items that no neighbor reaches.
         self._fallback = popularity * (1e-12 / max(1, popularity.max()))
 
     @classmethod
@@ -145,11 +146,11 @@ class CoOccurrence:
         return cls(neighbors, popularity(train), settings)
 
     def scores(self, histories: Interactions) -> np.ndarray:
-        """Scores the catalogue for each row, float64 [B, V]; column k belongs to row k + 1 of the table."""
+        """Scores the catalogue for each row, float64 [B, V]; column k is the item of table row k + 1."""
         return self.normalize(self.sums(histories))
 
     def sums(self, histories: Interactions) -> np.ndarray:
-        """The sums of the formula, before they are divided: float64 [B, V]."""
+        """Computes the sums of the formula before normalization, float64 [B, V]."""
         rows = histories.rows
         age = np.cumsum(histories.lengths)[rows] - 1 - np.arange(len(rows))
         weight = self._recency**age
@@ -159,18 +160,18 @@ class CoOccurrence:
         return self._neighbors.sums(item, weight[kept] * self._source[item], lengths)
 
     def normalize(self, sums: np.ndarray) -> np.ndarray:
-        """Turns `sums` into scores."""
+        """Divides `sums` by the popularity of the recommended items, which gives scores."""
         return sums * self._target + self._fallback
 
 
 class Popularity:
-    """Scores items by their number of training events, the same for each history."""
+    """Scores items by their number of training events, the same for every history."""
 
     def __init__(self, popularity: np.ndarray):
         self._popularity = popularity.astype(np.float64)
 
     def scores(self, histories: Interactions) -> np.ndarray:
-        """As `CoOccurrence.scores`."""
+        """Scores the catalogue for each row, float64 [B, V]; see `CoOccurrence.scores`."""
         return np.broadcast_to(self._popularity, (len(histories.lengths), len(self._popularity)))
 
 

@@ -1,4 +1,4 @@
-"""`Interactions`: the histories and targets of a split as flat arrays, read as evaluation reads them."""
+"""Reads the histories and targets of a split as flat arrays (`Interactions`), as evaluation does."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ _LONGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Interactions:
-    """The rows of a split of a model that searches items. Items are rows of the item table, 0 for unknown.
+    """The rows of a split, for a model that searches items. Items are rows of the item table, 0 for unknown.
 
     Attributes:
-        items: int64 [U], the events of all rows, each row's oldest first.
+        items: int64 [U], the items of all events, row after row, oldest first in each row.
         lengths: int64 [B], number of events of each row.
         targets: int64 [N], the items to be found, row after row; empty for training rows.
         num_targets: int64 [B], number of targets of each row.
@@ -33,11 +33,11 @@ class Interactions:
 
     @property
     def rows(self) -> np.ndarray:
-        """The row of each event, int64 [U]."""
+        """Returns the row of each event, int64 [U]."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def select(self, rows: slice) -> "Interactions":
-        """Selects a run of rows with a step of 1, or every n-th row."""
+        """Selects rows by a slice: a run of rows, or every n-th row."""
         chosen = np.zeros(len(self.lengths), bool)
         chosen[rows] = True
         return Interactions(
@@ -50,7 +50,7 @@ class Interactions:
 
 
 def read(pipeline: pb.Pipeline, split: str | pb.Source, mode: Mode | None = None) -> Interactions:
-    """Reads the whole histories of a split, also beyond `data.max_history_len`, and its targets.
+    """Reads the histories of a split, including events beyond `data.max_history_len`, and its targets.
 
     Args:
         pipeline: resolved; its model searches items.
@@ -58,7 +58,7 @@ def read(pipeline: pb.Pipeline, split: str | pb.Source, mode: Mode | None = None
         mode: purpose of the rows; by default "predict" for "train", else "evaluate".
 
     Raises:
-        DataError: files that are missing or do not fit the config.
+        DataError: files are missing or do not fit the config.
     """
     item = features.searched_item(pipeline)
     parts: list[Interactions] = []
@@ -81,7 +81,7 @@ def open_rows(pipeline: pb.Pipeline, split: str | pb.Source, mode: Mode) -> Load
     """Opens a split for reading in this process, with whole histories.
 
     Raises:
-        DataError: files that are missing or do not fit the config.
+        DataError: files are missing or do not fit the config.
     """
     whole = pb.Pipeline()
     whole.CopyFrom(pipeline)

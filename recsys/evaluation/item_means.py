@@ -1,7 +1,8 @@
-"""A baseline for models that score candidates: the mean label of each item in the training rows.
+"""Measures a baseline for models that score candidates: the mean label of each item in the training rows.
 
-A candidate is predicted as `(sum + k * mean) / (count + k)`: sum and count of its item's training labels, and
-the mean of all. The smoothing k is chosen on validation rows. A second baseline predicts the mean of all.
+The prediction for a candidate is `(sum + k * mean) / (count + k)`, with the sum and count of its item's
+training labels and the mean of all training labels. Validation rows decide the smoothing k. A second baseline
+predicts the mean of all training labels.
 """
 
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from recsys.models.base import layout_rule
 from recsys.modules.metrics.base import compute_all
 
 SMOOTHING = (1, 10, 100, 1000)
-"""Values of k that are tried."""
+"""Values of the smoothing k to try."""
 
 _CHOSEN_BY = {"binary": pb.Metric(auc=pb.Auc()), "regression": pb.Metric(mse=pb.Mse())}
-"""The metric by which k is chosen, by kind of label: the AUC, or the mean squared error."""
+"""Metric that decides k, by kind of label: the AUC, or the mean squared error."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Candidates(NamedTuple):
         items: int64 [N], hashes of the items' original ids.
         labels: float32 [N] by task.
         weights: float32 [N] by task: 0 for a candidate that the task does not count, else 1.
-        groups: int64 [N], hash of the row's user.
+        groups: int64 [N], hash of the row's user, for per-user metrics.
     """
 
     items: np.ndarray
@@ -66,7 +67,7 @@ def measure(pipeline: pb.Pipeline, split: str = "test") -> list[MeasuredMeans]:
         split: "validation" or "test". Without validation rows the smoothing is 10.
 
     Raises:
-        DataError: files that are missing or do not fit the config.
+        DataError: files are missing or do not fit the config.
     """
     train, rows = _read(pipeline, "train"), _read(pipeline, split)
     tuning = _read(pipeline, "validation") if pipeline.data.HasField("validation") else None
@@ -86,7 +87,7 @@ def measure(pipeline: pb.Pipeline, split: str = "test") -> list[MeasuredMeans]:
 
 
 def choose(train: Candidates, tuning: Candidates, task: str, kind: str) -> int:
-    """Returns the smoothing with the best metric on validation rows, the first of equals."""
+    """Returns the smoothing with the best metric on validation rows, the first of equal ones."""
     metric_list = MetricList([_CHOSEN_BY[kind]], "", "", kind)
     values = []
     for k in SMOOTHING:
@@ -97,7 +98,7 @@ def choose(train: Candidates, tuning: Candidates, task: str, kind: str) -> int:
 
 
 def predictions(train: Candidates, items: np.ndarray, task: str, k: float) -> np.ndarray:
-    """Returns the smoothed mean label of each item, float64 [N]; one without training rows has the mean."""
+    """Returns the smoothed mean label of each item, float64 [N]; without training rows, it is the mean."""
     labels, weights = (values[task].astype(np.float64) for values in (train.labels, train.weights))
     known, place = np.unique(train.items, return_inverse=True)
     sums, counts = (np.bincount(place, weights=values) for values in (labels * weights, weights))
@@ -108,7 +109,7 @@ def predictions(train: Candidates, items: np.ndarray, task: str, k: float) -> np
 
 
 def _mean_label(train: Candidates, task: str) -> float:
-    """Returns the mean label of the candidates that a task counts, NaN without one."""
+    """Returns the mean label of the candidates that a task counts, or NaN if it counts none."""
     labels, weights = (values[task].astype(np.float64) for values in (train.labels, train.weights))
     return float((labels * weights).sum() / weights.sum()) if weights.any() else np.nan
 

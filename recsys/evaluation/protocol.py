@@ -1,4 +1,4 @@
-"""The protocol of an evaluation: what its figures depend on besides model and rows."""
+"""Describes the protocol of an evaluation: the settings that change its results besides model and rows."""
 
 import logging
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ class _Schema(TypedDict, total=False):
 def protocol(pipeline: pb.Pipeline) -> dict[str, Any]:
     """Returns the settings of a resolved config that decide how a split is measured, by name.
 
-    `ties`, the order of events of one instant, is added if the preparation tools noted it: it is the entry of
-    `schema.json` in the folder around `data.vocabulary_dir`. A damaged file is an obstacle to nothing else,
-    so it causes a warning.
+    If the preparation tools recorded `ties`, the order of events with the same time, it is added. It is an
+    entry of `schema.json` in the folder around `data.vocabulary_dir`. A damaged file causes only a warning,
+    because nothing else needs it.
     """
     found: dict[str, Any] = dict(model_of(pipeline).protocol)
     path = Path(pipeline.data.vocabulary_dir).parent / "schema.json"
@@ -36,7 +36,7 @@ def protocol(pipeline: pb.Pipeline) -> dict[str, Any]:
 
 
 def describe(settings: Mapping[str, Any]) -> str:
-    """Words a protocol as one line, such as `seen REMOVE, query_time TARGET, ties file`."""
+    """Formats a protocol as one line, such as `seen REMOVE, query_time TARGET, ties file`."""
     words = {
         name: value["order"] if name == "ties" and "order" in value else value
         for name, value in settings.items()

@@ -1,6 +1,7 @@
-"""Baselines that training shows beside each evaluation, measured once, in seconds, on the validation rows.
+"""Measures the baselines that training shows beside each evaluation, once and within seconds.
 
-Popularity and co-occurrence with its default settings; `baselines.measure` chooses settings as well.
+They are popularity and co-occurrence with its default settings, on the validation rows. `baselines.measure`
+chooses the settings as well.
 """
 
 from typing import NamedTuple
@@ -12,30 +13,30 @@ from recsys.evaluation.co_occurrence import CoOccurrence, Settings, popularity
 from recsys.evaluation.interactions import open_rows, read
 
 MOST_ROWS = 100_000
-"""Training rows up to which counting takes seconds."""
+"""Most training rows for which counting takes only seconds."""
 
 MOST_ITEMS = 100_000
-"""Items up to which scoring the whole catalogue takes seconds."""
+"""Most items for which scoring the whole catalogue takes only seconds."""
 
 MOST_RANKED = 10_000
-"""Validation rows that are ranked, evenly spread."""
+"""Most validation rows that are ranked; they are evenly spread over the split."""
 
 
 class Reference(NamedTuple):
-    """Metrics by baseline and name, and the reason if there are none."""
+    """Metrics by baseline and name, and the reason if the baselines were not measured."""
 
     metrics: dict[str, dict[str, float]]
     skipped: str = ""
 
 
 def measure_reference(pipeline: pb.Pipeline) -> Reference:
-    """Measures the baselines of a model that searches items; another model has none, and no reason.
+    """Measures the baselines of a model that searches items; any other model gets neither metrics nor reason.
 
     Args:
         pipeline: resolved.
 
     Raises:
-        DataError: files that are missing or do not fit the config.
+        DataError: files are missing or do not fit the config.
     """
     model = model_of(pipeline)
     if model.item_feature is None or not pipeline.data.HasField("validation"):

@@ -24,7 +24,7 @@ TOOLS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the tool that the first argument names with the flags behind it, and returns the exit code."""
+    """Runs the tool that the first argument names with the flags after it, and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = Parser(
         prog=command.PROGRAM,

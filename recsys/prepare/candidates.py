@@ -1,7 +1,7 @@
-"""Reads candidates to score, and writes the rows `latest`: these, with histories up to the end of the log.
+"""Reads candidates to score, and writes them as the rows `latest`, with histories up to the end of the log.
 
-A row is a user with all of the candidates asked for, at the time of the log's last event. Features that the
-file of candidates lacks are those of the last event of the item or user.
+A row is a user with all of the user's candidates, at the time of the log's last event. Features that the file
+of candidates lacks are taken from the last event of the item or user.
 """
 
 from pathlib import Path
@@ -18,20 +18,21 @@ from recsys.prepare.rows import Slices, run_starts
 from recsys.prepare.text_tables import NUMBER, is_integer_text, typed
 
 PLACE = ".place"
-"""A column that no feature has: file and line of a candidate, for errors."""
+"""Column with the file and line of a candidate, for errors; no feature has this name."""
 
 UNKNOWN_ID = 2**63 - 1
 """Stands for an unknown id where ids are whole numbers; no vocabulary has it."""
 
 
 def read_candidates(path: Path, columns: LogColumns) -> pl.DataFrame:
-    """Reads a file with a line for each candidate: the columns of user and item, and any of the features.
+    """Reads a file with one line per candidate: the columns of user and item, and any columns of features.
 
     Returns:
-        user_id, item_id and ids of features as text, numbers as float32, and `PLACE`.
+        Columns user_id, item_id and ids of features as text, numbers as float32, and `PLACE`.
 
     Raises:
-        DataError: no such file, a missing column, a bad value, or no candidate; with file and line.
+        DataError: the file or a column is missing, a value is bad, or there is no candidate; names file and
+            line.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file")
@@ -49,20 +50,20 @@ def read_candidates(path: Path, columns: LogColumns) -> pl.DataFrame:
 def write_latest(
     writer: DatasetWriter, log: Log, candidates: pl.DataFrame, columns: LogColumns, max_history: int
 ) -> list[str]:
-    """Writes the rows `latest`, those of users without an event last.
+    """Writes the rows `latest`; the rows of users without an event come last.
 
     Args:
-        writer: of the data set.
+        writer: writer of the data set.
         log: all events.
-        candidates: as `read_candidates` returns them.
-        columns: of the log.
-        max_history: newest events that a history keeps.
+        candidates: candidates as `read_candidates` returns them.
+        columns: meaning of the log's columns.
+        max_history: number of newest events that a history keeps.
 
     Returns:
-        Lines to print about unknown users and items, and repeated lines.
+        Lines to print about unknown users and items, and about repeated lines.
 
     Raises:
-        DataError: an id that does not fit those of the log, or an unknown number.
+        DataError: an id does not fit the ids of the log, or a number is unknown.
     """
     users = [feature.name for feature in writer.contents.features if feature.sides == ("USER",)]
     features = [feature.name for feature in writer.contents.features[1:] if feature.name not in users]
@@ -97,7 +98,7 @@ def write_latest(
 
 
 class _Latest:
-    """Writes the rows of one part of the log after the other."""
+    """Writes the rows `latest`, one part of the log after the other."""
 
     def __init__(
         self, writer: DatasetWriter, log: Log, columns: LogColumns, users: list[str], max_history: int
@@ -125,7 +126,7 @@ class _Latest:
         self._writer.write(LATEST, f"{LATEST}/part-{number:05d}.parquet", table, slices, plain_table(rows))
 
     def _slices(self, events: pl.DataFrame, requests: pl.DataFrame) -> Slices:
-        """Slices of the events with the candidates of all requests behind them."""
+        """Makes slices of a table of the events followed by the candidates of all requests."""
         user = events["user_id"].rle_id().to_numpy()
         index = np.arange(len(user))
         first = np.flatnonzero(run_starts(user) == index)
@@ -140,7 +141,7 @@ class _Latest:
 
 
 def _as_in_log(candidates: pl.DataFrame, log: Log, columns: LogColumns) -> pl.DataFrame:
-    """Converts ids to int64 where the log has whole numbers; an empty id becomes `UNKNOWN_ID`."""
+    """Converts ids to int64 if the log's ids are whole numbers; an empty id becomes `UNKNOWN_ID`."""
     shown = {"user_id": columns.user, "item_id": columns.item}
     for name in [name for name, integer in log.integer_ids.items() if integer and name in candidates.columns]:
         nested = candidates.schema[name].is_nested()
@@ -159,17 +160,18 @@ def _as_in_log(candidates: pl.DataFrame, log: Log, columns: LogColumns) -> pl.Da
 
 
 def _last_of_items(log: Log, asked: pl.DataFrame, features: list[str]) -> pl.DataFrame:
-    """Lists the items of `asked` that the log has, each with its features in its last event."""
+    """Returns the items of `asked` that the log has, with the features of their last event."""
     parts = (log.part(number) for number in range(len(log.parts)))
     chosen = (events.join(asked, on="item_id", how="semi") for events in parts)
     return join_items([items_of(events, features) for events in chosen])
 
 
 def _without_nulls(frame: pl.DataFrame, names: list[str], log: Log, columns: LogColumns) -> pl.DataFrame:
-    """Replaces nulls, the features of items and users without an event: ids are unknown, lists are empty.
+    """Replaces nulls, which are features of items and users without an event: ids become unknown, lists
+    empty, numbers the value in `columns.fills`.
 
     Raises:
-        DataError: a number without a value in `columns.fills`.
+        DataError: `columns.fills` has no value for a number.
     """
     for name in names:
         unknown = frame.filter(pl.col(name).is_null())

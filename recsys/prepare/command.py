@@ -1,4 +1,4 @@
-"""Flags, inputs, exit codes and the output folder of the preparation tools."""
+"""Implements the flags, inputs, exit codes and output folder that the preparation tools share."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ PROGRAM = "python -m recsys.prepare"
 
 
 def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = None) -> int:
-    """Calls a tool's `main`; an error meant for users becomes a message and exit code: 2 usage, 3 data."""
+    """Calls a tool's `main`; an error for users becomes a message and an exit code: 2 usage, 3 data."""
     try:
         main(arguments)
     except RecsysError as error:
@@ -38,7 +38,7 @@ def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = 
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the lines of the description, and shows the default of each flag that has one."""
+    """Keeps the line breaks of the description, and shows the default of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         has_none = action.default in (None, False, [], argparse.SUPPRESS) or "default" in (action.help or "")
@@ -48,7 +48,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 def parser(tool: str, description: str) -> argparse.ArgumentParser:
-    """The parser of one tool, with the flags that every tool has."""
+    """Returns the parser of one tool, with the flags that every tool has."""
     flags = Parser(
         prog=f"{PROGRAM} {tool}",
         description=description,
@@ -66,7 +66,7 @@ def parser(tool: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_evaluation_history(flags: argparse.ArgumentParser) -> None:
-    """Adds the flag of the tools that split by time."""
+    """Adds the flag --evaluation-history of the tools that split by time."""
     flags.add_argument(
         "--evaluation-history",
         choices=("frozen", "live"),
@@ -97,17 +97,17 @@ def print_next(output: Path) -> None:
 def local_inputs(
     options: argparse.Namespace, *flags: str, patterns: Sequence[str] = ("*",), maxdepth: int | None = None
 ) -> Iterator[None]:
-    """In the block, the inputs that are addresses are local paths: copies beside the output folder, which
-    vanish at the end. Errors of the block name the addresses.
+    """Replaces inputs that are addresses by local copies during the block. The copies are made beside the
+    output folder and removed at the end. Errors within the block name the addresses.
 
     Args:
-        options: what the flags of a tool say; changed.
-        flags: names of the inputs.
+        options: the parsed flags of a tool; changed in place.
+        flags: names of the flags that give inputs.
         patterns: names of the files that the tool reads from a folder.
-        maxdepth: levels of a folder that the tool looks at; None: all.
+        maxdepth: levels of a folder that the tool searches; None: all.
 
     Raises:
-        ConfigError: the output folder cannot be made; found before anything is downloaded.
+        ConfigError: the output folder cannot be made; this is found before anything is downloaded.
     """
     addresses = {flag: getattr(options, flag) for flag in flags if isinstance(getattr(options, flag), str)}
     if not addresses:
@@ -135,10 +135,10 @@ def local_inputs(
 
 
 def require_free(target: Path, *, overwrite: bool) -> bool:
-    """Returns whether the output folder has something in it, which `overwrite` allows.
+    """Returns whether the output folder is not empty, which `overwrite` allows.
 
     Raises:
-        ConfigError: it has and `overwrite` is off, or it is a file.
+        ConfigError: the folder is not empty and `overwrite` is off, or it is a file.
     """
     occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if occupied and not overwrite:
@@ -158,15 +158,15 @@ def _make_parent(target: Path) -> Path:
 
 @contextmanager
 def output_folder(target: Path, *, source: Path, overwrite: bool) -> Iterator[Path]:
-    """Yields a folder to write into; it becomes `target` when the block ends, and vanishes when it fails.
+    """Yields a folder to write into; it becomes `target` if the block succeeds, and is removed if it fails.
 
     Args:
         target: the folder to make.
-        source: what is read; it must not lie in `target`.
-        overwrite: replace what is in `target`.
+        source: the input, which must not be in `target`.
+        overwrite: replace the contents of `target`.
 
     Raises:
-        ConfigError: `target` has something in it and `overwrite` is off, or it holds the source.
+        ConfigError: `target` is not empty and `overwrite` is off, or it contains the source.
     """
     occupied = require_free(target, overwrite=overwrite)
     if occupied and source.resolve().is_relative_to(target.resolve()):

@@ -1,4 +1,4 @@
-"""Conditions on a column that set a label or an action: `rating>=4`, `event==purchase`."""
+"""Parses conditions on a column that set a label or an action, such as `rating>=4` or `event==purchase`."""
 
 import operator
 import re
@@ -22,8 +22,8 @@ class Signal(NamedTuple):
 
     Attributes:
         column: the column of the log.
-        sign: one of `OPERATORS`; "" takes the column as it is.
-        value: what the column is compared with.
+        sign: one of `OPERATORS`; "" takes the column's value unchanged.
+        value: the value that the column is compared with.
     """
 
     column: str
@@ -32,10 +32,11 @@ class Signal(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Signal":
-        """Reads `COLUMN` or `COLUMN>=4`.
+        """Parses a text such as `COLUMN` or `COLUMN>=4`.
 
         Raises:
-            ValueError: an order of values that are no numbers, such as `>=high`, or a sign written `=>`.
+            ValueError: the text compares by order with a value that is not a number, such as `>=high`, or it
+                writes the sign as `=>`.
         """
         match = _CONDITION.fullmatch(text)
         if match is None:
@@ -49,7 +50,7 @@ class Signal(NamedTuple):
 
     @property
     def number(self) -> float | None:
-        """The value as a number; None if it is a text, which is compared as it stands."""
+        """Returns the value as a number, or None if it is a text, which is compared literally."""
         try:
             number = float(self.value)
         except ValueError:

@@ -1,7 +1,7 @@
-"""Counts what was known of an item before a day began: impressions, and how much more often a label was set.
+"""Counts what was known of an item before a period began: its impressions, and how often its labels were set.
 
-A counter that saw the label it predicts looks brilliant in training and fails in serving. Hence time is cut
-into periods, and whatever happens in a period is counted for later ones only.
+A counter that has seen the label that it predicts looks brilliant in training and fails in serving. So time
+is cut into periods, and what happens in a period counts only for later periods.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import numpy as np
 import polars as pl
 
 PRIOR_POSITIVES = 5.0
-"""Weight of a rate's prior, in positives: a rare label needs more impressions than a frequent one."""
+"""Weight of a rate's prior, in positives, so that a rare label needs more impressions than a frequent one."""
 
 
 def counter_names(key: str, labels: Sequence[str]) -> list[str]:
-    """Lists the columns that `count_before` makes for `key`."""
+    """Returns the names of the columns that `count_before` makes for `key`."""
     return [f"{key}_impressions", *(f"{key}_{label}_lift" for label in labels)]
 
 
@@ -23,17 +23,17 @@ def count_before(events: pl.DataFrame, *, key: str, column: str, labels: Sequenc
 
     With n earlier impressions of the item, s of them with the label, and p the share of the label among all
     earlier impressions, `<key>_impressions` is n and `<key>_<label>_lift` is logit(r) - logit(p) of the
-    smoothed rate r = (s + m) / (n + m / p), m = `PRIOR_POSITIVES`: 0 says "as often as others", an item
-    without impressions has 0. Where p is 0 or 1, or nothing came earlier, it is 0.
+    smoothed rate r = (s + m) / (n + m / p), m = `PRIOR_POSITIVES`. A lift of 0 means "as often as others"; an
+    item without impressions has 0. The lift is also 0 if p is 0 or 1, or if there are no earlier impressions.
 
     Args:
-        events: `column` (what an item is), `period` (integer, rising in time), `label_<label>` (0 or 1).
+        events: `column` (the item's id), `period` (integer, rising in time), `label_<label>` (0 or 1).
         key: prefix of the names of the new columns.
         column: name of the column that identifies an item.
         labels: names of labels.
 
     Returns:
-        The columns of `counter_names`, float32, a row for each event, in their order.
+        The columns of `counter_names`, float32, with one row per event, in the order of events.
     """
     of_item = _totals_before(events, [column], labels)
     of_all = _totals_before(events, [], labels)
@@ -51,7 +51,7 @@ def count_before(events: pl.DataFrame, *, key: str, column: str, labels: Sequenc
 
 
 def _totals_before(events: pl.DataFrame, keys: list[str], labels: Sequence[str]) -> pl.DataFrame:
-    """Sums `count` and labels over earlier events with equal `keys`; one row per event, in order."""
+    """Sums `count` and labels over events of earlier periods with equal `keys`; a row per event, in order."""
     sums = [pl.col(f"label_{label}").cast(pl.Float64).sum().alias(label) for label in labels]
     totals = events.group_by(*keys, "period").agg(pl.len().cast(pl.Float64).alias("count"), *sums)
     totals = totals.sort("period")

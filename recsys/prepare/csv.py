@@ -68,10 +68,10 @@ ABOUT = {
 }
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""Names that the config language takes."""
+"""Matches the names that the config language accepts."""
 
 MOST_ACTIONS = 63
-"""Bits of `actions` (int64) that can name an action."""
+"""Number of bits of `actions` (int64) that can stand for an action."""
 
 RESERVED = frozenset(
     {"user_id", "request_id", "request_time", "timestamps", "order", "time_us", "actions", "watch_time"}
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _time_range(log: Log, unit: str) -> str:
-    """Words the first and last time: they reveal a wrong --time-unit, as seconds read as ms are in 1970."""
+    """Describes the first and last time, which reveals a wrong --time-unit: seconds read as ms give 1970."""
     first, last = (
         datetime.fromtimestamp(time // SECOND, timezone.utc) for time in (log.first_time, log.last_time)
     )
@@ -187,10 +187,10 @@ def _contents(options: argparse.Namespace, columns: LogColumns) -> Contents:
 
 
 def _check_names(features: tuple[Feature, ...], columns: LogColumns) -> None:
-    """Refuses names that the config language does not take, and names that stand for two columns.
+    """Checks that the config language accepts every name, and that no name stands for two columns.
 
     Raises:
-        ConfigError: such a name.
+        ConfigError: a name breaks these rules.
     """
     events = [*(feature.name for feature in features), *columns.labels]
     events += [f"label_{name}" for name in columns.labels]

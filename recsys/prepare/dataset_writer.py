@@ -1,6 +1,6 @@
 """Writes the files of a data set: rows as parquet, vocabularies, statistics and schema.json.
 
-Rows come as slices of an event table (`rows`); their lists are cut a row group at a time.
+Rows come as slices of an event table (`rows`); their lists are cut one row group at a time.
 """
 
 import json
@@ -20,10 +20,10 @@ from recsys.prepare.rows import Slices, ranges
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
 LATEST = "latest"
-"""Name of the rows to predict on: whole histories at the end of the log; rows of ranking have no labels."""
+"""Name of the rows to predict on, with whole histories at the end of the log; they have no labels."""
 
 SEQUENCE_SIDES = ("HISTORY", "CANDIDATE")
-"""Sides of a feature that describes items: it is known of events and of candidates."""
+"""Sides of a feature that describes items, which events and candidates have."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Feature:
     """A feature that the files hold, in one column per side.
 
     Attributes:
-        name: its name, without the prefix of a side.
+        name: name of the feature, without the prefix of a side.
         sides: some of "USER", "HISTORY", "CANDIDATE".
         number: True for a number, False for an id.
         multi_valued: each event or candidate has a list of ids.
@@ -49,10 +49,11 @@ class Contents:
 
     Attributes:
         task: "ranking" or "retrieval".
-        features: inputs; those of HISTORY or CANDIDATE are columns of the events, those of USER of the rows.
-        labels: name -> "binary" or "regression"; a label "x" is the column `label_x` of the events.
+        features: inputs; features of HISTORY or CANDIDATE are columns of the events, features of USER are
+            columns of the rows.
+        labels: "binary" or "regression", by name; a label "x" is the column `label_x` of the events.
         actions: names of the bits 0, 1, ... of `actions`; None leaves a bit unused.
-        watch_time: events have `watch_time` in seconds.
+        watch_time: True if events have `watch_time`, in seconds.
     """
 
     task: str
@@ -63,7 +64,8 @@ class Contents:
 
 
 def plain_table(frame: pl.DataFrame) -> pa.Table:
-    """Converts a frame to arrow: one chunk per column, with 32-bit offsets where polars has 64-bit ones."""
+    """Converts a frame to arrow, with one chunk per column, and 32-bit offsets where polars has 64-bit
+    ones."""
 
     def plain(kind: pa.DataType) -> pa.DataType:
         if pa.types.is_large_list(kind):
@@ -81,7 +83,8 @@ class IdCounts:
         self._frame: pl.DataFrame | None = None
 
     def add(self, values: pl.Series, order: pl.Series) -> None:
-        """Counts values, or the elements of lists; `order` (int64) is the place of each value in the log."""
+        """Counts values, or the elements of lists; `order` (int64) is the position of each value in the
+        log."""
         counts = pl.DataFrame({"id": values, "first": order})
         if isinstance(values.dtype, pl.List):
             counts = counts.filter(pl.col("id").list.len() > 0).explode("id")
@@ -92,7 +95,7 @@ class IdCounts:
         self._frame = counts
 
     def table(self, *, min_count: int, catalogue: pl.Series | None = None) -> pa.Table:
-        """Lists ids by falling count, ties by first occurrence, and behind them the rest of `catalogue`."""
+        """Lists ids by falling count, ties by first occurrence, followed by the rest of `catalogue`."""
         frame = self._frame if self._frame is not None else pl.DataFrame({"id": [], "count": [], "first": []})
         if frame["id"].dtype == pl.String:
             frame = frame.filter(pl.col("id") != "")
@@ -122,7 +125,7 @@ class Moments:
         self._sums += (len(x), x.sum(), (x * x).sum(), y.sum(), (y * y).sum())
 
     def summary(self) -> dict[str, float]:
-        """Returns the four statistics; a deviation of 0 becomes 1, as it divides."""
+        """Returns the four statistics; a deviation of 0 becomes 1, because it is used as a divisor."""
         count, x, xx, y, yy = self._sums.tolist()
         count = max(count, 1.0)
         deviation = [
@@ -150,13 +153,13 @@ class DatasetWriter:
         self._rows_per_group = rows_per_group
 
     def write(self, split: str, file: str, events: pa.Table, slices: Slices, rows: pa.Table) -> None:
-        """Writes one parquet file of a split, and counts ids and numbers when it is the training split.
+        """Writes one parquet file of a split, and counts ids and numbers if it is the training split.
 
         Args:
             split: TRAIN, VALIDATION, TEST, LATEST, or the name of another split.
             file: relative path of the file.
-            events: events sorted by user and time: `timestamps` (int64 s), `order` (int64, which breaks ties
-                between ids), feature columns, `actions`, `watch_time`, `label_<name>`.
+            events: events sorted by user and time: `timestamps` (int64 seconds), `order` (int64, which breaks
+                ties between ids), feature columns, `actions`, `watch_time`, `label_<name>`.
             slices: rows as slices of `events`.
             rows: columns of the rows: `user_id`, `request_time`, USER features; in the order of `slices`.
         """
@@ -193,15 +196,15 @@ class DatasetWriter:
         rows: pl.DataFrame,
         part: int | None = None,
     ) -> None:
-        """Writes the rows of each split in the order of their times, ties in the order of rows.
+        """Writes the rows of each split in the order of their times; ties keep the order of rows.
 
         Args:
-            split: [rows] name of each row's split.
-            time: [rows] time of each row.
+            split: [rows], name of each row's split.
+            time: [rows], time of each row.
             events: as for `write`.
             slices: as for `write`.
             rows: as for `write`.
-            part: number of this part of the data set if it has several; then empty files are left out.
+            part: number of this part, if the data set has several; then empty files are left out.
         """
         for name in (TRAIN, VALIDATION, TEST):
             index = np.flatnonzero(split == name)
@@ -232,7 +235,7 @@ class DatasetWriter:
         return sizes
 
     def write_schema(self, about: dict, sizes: Mapping[str, int]) -> dict:
-        """Writes schema.json: `about` (source, licence, settings) and everything gathered; returns it."""
+        """Writes schema.json with `about` (source, license, settings) and all statistics, and returns it."""
         features = []
         for feature in self.contents.features:
             kind = "number" if feature.number else "id"
@@ -265,7 +268,7 @@ class DatasetWriter:
         return [] if split == LATEST else list(self.contents.labels)
 
     def _event_columns(self, with_candidates: bool, labels: list[str]) -> dict[str, tuple[str, str]]:
-        """Maps each list column of the files to the column of events that it is cut from, and its side."""
+        """Maps each list column of the files to the column of events that it is cut from, and to its side."""
         columns = {}
         sides = ("HISTORY", "CANDIDATE") if with_candidates else ("HISTORY",)
         for side in sides:
@@ -281,7 +284,7 @@ class DatasetWriter:
         return columns
 
     def _note(self, split: str, file: str, slices: Slices, rows: pa.Table, events: pa.Table) -> None:
-        """Adds one file to the figures of its split in schema.json."""
+        """Adds the figures of one file to its split in schema.json."""
         figures = self.splits.setdefault(
             split, {"files": [], "rows": 0, "history_events": 0, "candidates": 0, "empty_histories": 0}
         )
@@ -304,7 +307,7 @@ class DatasetWriter:
                 figures["labels_below_0"].append(name)
 
     def _count(self, events: pa.Table, slices: Slices, rows: pa.Table) -> None:
-        """Counts each training event once: as a candidate in ranking, where histories repeat them."""
+        """Counts each training event once: in ranking as a candidate, because histories repeat candidates."""
         if self.contents.task == "ranking":
             chosen = ranges(slices.candidate_start, slices.candidate_end)
         else:
@@ -322,12 +325,12 @@ class DatasetWriter:
 
 
 def _ordered(frame: pl.DataFrame) -> pl.DataFrame:
-    """Sorts ids by falling count, then first occurrence; the ids of one event sort by their value."""
+    """Sorts ids by falling count, then by first occurrence; ids that share an event are sorted by value."""
     return frame.sort(["count", "first", "id"], descending=[True, False, False])
 
 
 def _lists(values: pa.ChunkedArray, first: np.ndarray, last: np.ndarray) -> pa.Array:
-    """Cuts values into lists: list i is values[first[i]:last[i]]."""
+    """Cuts values into lists: list i is values[first[i] : last[i]]."""
     offsets = np.concatenate([[0], np.cumsum(last - first)]).astype(np.int32)
     taken = values.take(pa.array(ranges(first, last))).combine_chunks()
     return pa.ListArray.from_arrays(pa.array(offsets), taken)

@@ -1,6 +1,6 @@
 """Downloads inputs that are addresses, such as `https://host/log.csv.gz` or `s3://bucket/logs`.
 
-http and https need no package. All other protocols are those of fsspec, each with a package of its own.
+http and https need no package. fsspec reads all other protocols, each of which needs a package of its own.
 """
 
 import errno
@@ -17,14 +17,14 @@ from recsys.data.filesystems import open_filesystem
 from recsys.errors import DataError, RecsysError
 
 TIMEOUT = 60
-"""Seconds without an answer after which a server counts as gone."""
+"""Seconds without an answer after which a server is considered gone."""
 
 URL_CHARACTERS = "%/:?#[]@!$&'()*+,;=~"
-"""Characters that an address keeps; others, such as blanks and letters with accents, are escaped."""
+"""Characters that are kept in an address; others, such as blanks and letters with accents, are escaped."""
 
 
 def location(text: str) -> Path | str:
-    """The `type` of a flag that takes a path or an address: addresses stay text."""
+    """Parses a flag that takes a path or an address, for `type=`: addresses stay text."""
     return text if "://" in text else Path(text)
 
 
@@ -33,12 +33,12 @@ def download(address: str, folder: Path, patterns: Sequence[str], maxdepth: int 
 
     Args:
         address: a file or a folder; over http and https a file.
-        folder: where the copy is made; the name of a file stays.
+        folder: folder of the copy; a file keeps its name.
         patterns: names of the files to take from a folder, such as `*.csv`.
-        maxdepth: levels of a folder to look at; None takes all.
+        maxdepth: levels of a folder to search; None: all.
 
     Raises:
-        DataError: there is no such file, or it cannot be read; with address and remedy.
+        DataError: the file does not exist or cannot be read; names address and remedy.
         InstallationError: a package for the protocol is missing.
     """
     if address.startswith(("http://", "https://")):
@@ -78,7 +78,7 @@ def _copy(filesystem, path: str, target: Path, address: str) -> Path:
 
 def _download_http(address: str, folder: Path) -> Path:
     target = folder / _file_name(unquote(urlsplit(address).path))
-    # Some servers refuse the name that urllib gives itself.
+    # Some servers refuse the default User-Agent of urllib.
     request = urllib.request.Request(quote(address, URL_CHARACTERS), headers={"User-Agent": "recsys"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, target.open("wb") as file:
         length = answer.headers.get("Content-Length")
@@ -109,7 +109,7 @@ def _require_whole(address: str, target: Path, size: int | None) -> None:
 
 @contextmanager
 def _naming(address: str) -> Iterator[None]:
-    """In the block, turns any error of reading an address into one that names it and the remedy."""
+    """Turns any error of reading an address, during the block, into one that names address and remedy."""
     try:
         yield
     except RecsysError:

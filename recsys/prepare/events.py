@@ -25,11 +25,11 @@ from recsys.prepare.ties import FILE, SHUFFLE, TIE, shuffle_keys
 NUM_BUCKETS = 256
 HISTOGRAM_BINS = 1 << 20
 SECOND = 1_000_000
-"""Microseconds per second: times are in microseconds until rows are cut."""
+"""Microseconds per second; times are in microseconds until rows are cut."""
 MICROSECONDS = {"s": SECOND, "ms": 1_000, "us": 1}
 TIME_UNITS = (*MICROSECONDS, "iso")
 END_OF_TIME = 253_402_300_800_000_000
-"""The start of the year 10000 in microseconds; a later time must be in another unit."""
+"""Start of the year 10000 in microseconds since 1970; a later time must be in another unit."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,19 @@ class LogColumns:
     """Names the columns of a log by their meaning.
 
     Attributes:
-        user, item, time: columns of each event.
-        time_unit: "s", "ms", "us" since 1970, or "iso" for dates as text (UTC when they name no zone).
-        delimiter: of text files; None: a comma, a tab for .tsv.
-        ids: categories to keep under their names. numbers: numbers to keep.
-        lists: columns of several categories in a cell, with `list_delimiter` between them.
-        fills: column -> what its empty cells count as.
-        labels: name -> origin. regression: names of labels that may be any number, the others are 0 or 1.
-        actions: name of bit 0, 1, ... -> origin; without a condition it is set where the column is above 0.
-        watch_time: column, or None. watch_time_scale: seconds of its unit.
-        ties: order of a user's events of one time: `ties.FILE`, `ties.SHUFFLE`, or a column to sort by.
-        seed: of the shuffle.
+        user, item, time: names of the columns that every event has.
+        time_unit: "s", "ms", "us" since 1970, or "iso" for dates as text (UTC if they name no zone).
+        delimiter: delimiter of text files; None: a comma, or a tab for .tsv.
+        ids: columns of categories to keep. numbers: columns of numbers to keep.
+        lists: columns with several categories in a cell, with `list_delimiter` between them.
+        fills: value that replaces empty cells, by column.
+        labels: origin of each label, by name. regression: names of labels that may be any number; all other
+            labels are 0 or 1.
+        actions: origin of the bits 0, 1, ..., by name; without a condition, a bit is set if the column is
+            above 0.
+        watch_time: column, or None. watch_time_scale: seconds per unit of that column.
+        ties: order of a user's events with the same time: `ties.FILE`, `ties.SHUFFLE`, or a sort column.
+        seed: seed of the shuffle.
     """
 
     user: str
@@ -69,7 +71,7 @@ class LogColumns:
     seed: int = 0
 
     def all(self) -> list[str]:
-        """Lists every column to read, once."""
+        """Returns the names of all columns to read, each once."""
         watch = [self.watch_time] if self.watch_time else []
         watch += [self.ties] if self.ties not in (FILE, SHUFFLE) else []
         names = [self.user, self.item, self.time, *self.ids, *self.lists, *self.numbers, *self.fills]
@@ -82,13 +84,13 @@ class Log:
     """A log cut by user; see `cut_log`.
 
     Attributes:
-        num_rows: events of all parts.
+        num_rows: number of events in all parts.
         parts: bucket files of each part.
-        integer_ids: for each id column, True when all its ids are whole numbers.
-        first_time, last_time: range of the events' times, microseconds since 1970.
-        min_user_events: `part` leaves out users with fewer events.
-        items: column `id`, text: the items that `part` keeps; None keeps all.
-        tie_type: type to sort the column `TIE` as; None without such a column.
+        integer_ids: by id column, True if all its ids are whole numbers.
+        first_time, last_time: range of the events' times, in microseconds since 1970.
+        min_user_events: users with fewer events are left out by `part`.
+        items: the items that `part` keeps, as text in a column `id`; None keeps all.
+        tie_type: type as which the column `TIE` is sorted; None without such a column.
     """
 
     num_rows: int
@@ -101,7 +103,7 @@ class Log:
     tie_type: pl.DataType | None = None
 
     def part(self, number: int) -> pl.DataFrame:
-        """Reads the events of one part, ordered by user and time, ties as `LogColumns.ties` says.
+        """Reads the events of one part, ordered by user and time, with ties as `LogColumns.ties` says.
 
         Columns: user_id, item_id (int64 or text), time_us, timestamps (s), order (row of the input), features
         under their names, label_<name>, actions, watch_time.
@@ -121,10 +123,10 @@ class Log:
         return frame.sort("user_id", "time_us", TIE, "order").drop(TIE)
 
     def keep_core(self, min_user_events: int, min_item_events: int) -> None:
-        """Leaves out users and items with fewer events, again and again, until all that are left have enough.
+        """Leaves out users and items with too few events, again and again, until all others have enough.
 
         Raises:
-            DataError: nothing is left.
+            DataError: no event is left.
         """
         self.min_user_events = min_user_events
         while True:
@@ -145,7 +147,7 @@ class Log:
                 return
 
     def _read(self, number: int) -> pl.DataFrame:
-        """Reads one part in the order of the input, with ids as text, without what `keep_core` left out."""
+        """Reads one part in the order of the input, with ids as text, except what `keep_core` left out."""
         tables = [pa.ipc.open_stream(pa.memory_map(str(path))).read_all() for path in self.parts[number]]
         frame = pl.DataFrame(pl.from_arrow(pa.concat_tables(tables)))
         if self.items is not None:
@@ -157,7 +159,8 @@ class Log:
         return frame
 
     def time_quantiles(self, *shares: float) -> list[int]:
-        """Finds the times (us) before which these shares of events lie, to a millionth of the span."""
+        """Returns the times, in microseconds, before which the given shares of events lie, to a millionth of
+        the log's span."""
         width = (self.last_time - self.first_time) // HISTOGRAM_BINS + 1
         counts = np.zeros(HISTOGRAM_BINS + 1, dtype=np.int64)
         for path in (path for part in self.parts for path in part):
@@ -169,15 +172,15 @@ class Log:
 
 
 class Piece(NamedTuple):
-    """Neighboring events of one file, as text.
+    """Consecutive events of one file, as text.
 
     Attributes:
-        texts: text columns, an event a row.
-        where: what errors call the file.
+        texts: text columns, with one event per row.
+        where: name of the file in errors.
         first: line of the first event; events follow line by line.
-        word: what errors call a line.
+        word: word for a line in errors.
         time_unit: unit of the times, one of `TIME_UNITS`.
-        lines: int64 [events], the line of each event where a line holds several; None otherwise.
+        lines: int64 [events], the line of each event if a line holds several events; else None.
     """
 
     texts: pl.DataFrame
@@ -189,16 +192,16 @@ class Piece(NamedTuple):
 
 
 def cut_log(pieces: Iterator[Piece], columns: LogColumns, folder: Path, *, part_rows: int) -> Log:
-    """Takes the pieces of a log once and writes their events into buckets below `folder`.
+    """Reads the pieces of a log once and writes their events into buckets below `folder`.
 
     Args:
         pieces: the events.
-        columns: what the columns of the pieces mean.
-        folder: where the bucket files go.
-        part_rows: most events of a part, unless one bucket has more.
+        columns: meaning of the columns of the pieces.
+        folder: folder of the bucket files.
+        part_rows: most events in a part, unless a single bucket has more.
 
     Raises:
-        DataError: a value that does not parse; with file and line.
+        DataError: a value cannot be parsed; names file and line.
     """
     integer_ids = dict.fromkeys(("user_id", "item_id", *columns.ids, *columns.lists), True)
     rows = np.zeros(NUM_BUCKETS, dtype=np.int64)
@@ -285,10 +288,10 @@ def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
 
 
 def convert_features(piece: Piece, columns: LogColumns) -> dict[str, pl.Series]:
-    """Converts users, items and those features that a piece has; ids stay text, lists are split.
+    """Converts users, items and the features that a piece has; ids stay text, and lists are split.
 
     Raises:
-        DataError: an empty user or item, or a text where a number belongs; with file and line.
+        DataError: a user or item is empty, or a number is not a number; names file and line.
     """
     piece = _filled(piece, columns)
     texts = piece.texts
@@ -306,7 +309,7 @@ def convert_features(piece: Piece, columns: LogColumns) -> dict[str, pl.Series]:
 
 
 def _filled(piece: Piece, columns: LogColumns) -> Piece:
-    """Replaces empty cells by what `columns.fills` says."""
+    """Replaces empty cells by the values of `columns.fills`."""
     fills = {name: fill for name, fill in columns.fills.items() if name in piece.texts.columns}
     return piece._replace(
         texts=piece.texts.with_columns(pl.col(name).replace("", fill) for name, fill in fills.items())
@@ -328,13 +331,13 @@ def _numbers(piece: Piece, name: str) -> pl.Series:
 
 
 def _lists(texts: pl.Series, delimiter: str) -> pl.Series:
-    """Splits cells into lists of their categories, without blanks around them and without empty ones."""
+    """Splits cells into lists of categories, without surrounding blanks and without empty categories."""
     stripped = pl.element().str.strip_chars()
     return texts.str.split(delimiter).list.eval(stripped.filter(stripped != ""))
 
 
 def _is_set(piece: Piece, signal: Signal) -> pl.Series:
-    """Returns 1 where the condition of a signal holds, else 0; int64."""
+    """Returns 1 for events for which the condition of a signal holds, else 0; int64."""
     compare = OPERATORS[signal.sign]
     if signal.number is None:
         return compare(piece.texts[signal.column], signal.value).cast(pl.Int64)
@@ -378,7 +381,7 @@ def _microseconds(piece: Piece, name: str) -> pl.Series:
 
 
 def _iso(text: str) -> int | None:
-    """Parses one date to microseconds since 1970, for columns that mix forms; None if it is no date."""
+    """Parses one date to microseconds since 1970, for columns with mixed formats; None if it is no date."""
     try:
         moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:

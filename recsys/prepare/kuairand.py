@@ -56,7 +56,7 @@ from recsys.prepare.text_tables import INTEGER, TEXT, find_files, fingerprints, 
 from recsys.prepare.ties import FILE, sort_events
 
 LOGS, USERS, VIDEOS = "log_standard*.csv*", "user_features*.csv*", "video_features_basic*.csv*"
-"""Names of the files of a release that are read."""
+"""Name patterns of the files of a release that are read."""
 
 ACTIONS = (
     "is_click",
@@ -179,7 +179,8 @@ def _prepare(options: argparse.Namespace) -> None:
 def read_log(
     files: list[Path], *, modulus: int = 1, ties: str = FILE, seed: int = 0
 ) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Reads impressions by user and time, ties as `sort_events` orders them; counts what is left out."""
+    """Reads impressions, sorted by user and time with ties as `sort_events` orders them, and counts those
+    that are left out."""
     pieces = [read_csv(path, dict.fromkeys(LOG, INTEGER)) for path in files]
     log = pl.concat(pieces).with_row_index("order").with_columns(pl.col("order").cast(pl.Int64))
     negative = log.filter(pl.min_horizontal(LOG) < 0)
@@ -240,14 +241,14 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
 
 
 def _tags(texts: pl.Series) -> pl.Series:
-    """Splits tags at commas into lists of integers; a tag that is none becomes null."""
+    """Splits tags at commas into lists of integers; a tag that is not an integer becomes null."""
     empty = pl.lit([], pl.List(pl.String))
     lists = pl.when(texts == "").then(empty).otherwise(texts.str.split(","))
     return pl.select(tag=lists.cast(pl.List(pl.Int64), strict=False))["tag"]
 
 
 def split_by_day(time_ms: pl.Series, validation_days: int, test_days: int) -> np.ndarray:
-    """Names the split of each time, [n] str, by days of Beijing time counted from the last one."""
+    """Returns the name of the split of each time, [n] str, by days of Beijing time from the last one on."""
     day = _beijing_day(time_ms).to_numpy()
     before_end = day.max() - day
     if before_end.max() < validation_days + test_days:

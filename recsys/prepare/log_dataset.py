@@ -1,6 +1,6 @@
-"""Makes a data set of a log of interactions: rows of each split, vocabularies, items and starter config.
+"""Makes a data set from a log of interactions: rows of each split, vocabularies, items and starter config.
 
-The tools `csv` and `sequences` read different files and share all that follows.
+The tools `csv` and `sequences` read different files and share everything that follows.
 """
 
 import argparse
@@ -35,19 +35,19 @@ from recsys.prepare.ties import FILE, TieCounter, report
 
 @dataclass(frozen=True)
 class LogSettings:
-    """Says how rows are cut from a log; the fields have the names of the flags.
+    """Settings that decide how rows are cut from a log; the fields have the names of the flags.
 
     Attributes:
         task: "ranking" or "retrieval".
-        session_gap: longest pause within a request, seconds (ranking).
+        session_gap: longest pause within a request, in seconds (ranking).
         max_candidates: most candidates of a request (ranking).
-        max_history: newest events that a history keeps.
+        max_history: number of newest events that a history keeps.
         validation_share, test_share: shares of all events, the latest ones (ranking).
         evaluation_history: "frozen" or "live" (ranking).
-        min_count: training events that make an id known (ranking).
-        part_rows: events in memory at a time.
+        min_count: number of training events that make an id known (ranking).
+        part_rows: number of events in memory at a time.
         min_user_events, min_item_events: users and items with fewer events are left out (retrieval).
-        ties, seed: order of a user's events of one time; see `ties`.
+        ties, seed: order of a user's events with the same time; see the module `ties`.
     """
 
     task: str
@@ -66,14 +66,14 @@ class LogSettings:
 
 
 class LogInput(NamedTuple):
-    """Describes the log that events are read from.
+    """The log that events are read from.
 
     Attributes:
-        path: what errors call the whole log.
+        path: name of the whole log in errors.
         files: the files that schema.json describes.
-        columns: what the columns of the log mean.
+        columns: meaning of the log's columns.
         pieces: the events as text.
-        candidates: what to score now, as `read_candidates` returns it (ranking); None: nothing.
+        candidates: candidates to score now, as `read_candidates` returns them (ranking); None: none.
     """
 
     path: Path
@@ -96,8 +96,8 @@ def make_dataset(
         log_input: the events.
         contents: which columns the data set has.
         settings: how rows are cut.
-        about: what the tool says in schema.json of source and licence.
-        options: the flags that every tool has.
+        about: entries of the tool in schema.json about source and license.
+        options: the parsed flags that every tool has.
     """
     with command.output_folder(options.output, source=options.input, overwrite=options.overwrite) as folder:
         with tempfile.TemporaryDirectory(prefix=".parts-", dir=folder) as parts:
@@ -145,7 +145,7 @@ def make_dataset(
 def _write_parts(
     writer: DatasetWriter, log: Log, settings: LogSettings, tied: TieCounter
 ) -> pl.DataFrame | None:
-    """Writes the rows of all parts, counts ties; returns the items of a retrieval log with their features."""
+    """Writes the rows of all parts and counts ties; returns the items, with features, of a retrieval log."""
     bounds = log.time_quantiles(1 - settings.validation_share - settings.test_share, 1 - settings.test_share)
     item_features = [feature.name for feature in writer.contents.features[1:]]
     items = []
@@ -165,7 +165,7 @@ def _write_parts(
 def _write_ranking(
     writer: DatasetWriter, events: pl.DataFrame, number: int, bounds: list[int], settings: LogSettings
 ) -> None:
-    """Writes the rows of one part, in the order of time within the part."""
+    """Writes the ranking rows of one part, ordered by time within the part."""
     time = events["time_us"].to_numpy()
     split = np.searchsorted(np.array(bounds), time, side="right")
     user = events["user_id"].rle_id().to_numpy()
@@ -204,7 +204,7 @@ def _write_retrieval(
         slices = holdout_slices(
             user, held_out=held_out, with_candidate=with_candidate, max_history=max_history
         )
-        # A training row needs a first event to predict the second from.
+        # A training row needs two events, because the first one predicts the second.
         fewest = 1 if with_candidate or split == LATEST else 2
         enough = np.flatnonzero(slices.history_end - slices.history_start >= fewest)
         slices = slices.take(enough)
@@ -220,7 +220,7 @@ def _write_retrieval(
 def _remedy(task: str, split: str) -> str:
     if task == "ranking":
         return "events must differ in time; change --validation-share or --test-share"
-    # The last two events of a user are held out, and a training row has an event and the one behind it.
+    # The last two events of a user are held out, and a training row needs an event and the next one.
     fewest = {TRAIN: 4, VALIDATION: 3, TEST: 2}
     return f"some user needs at least {fewest[split]} events"
 

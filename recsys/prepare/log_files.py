@@ -23,10 +23,10 @@ MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1}
 
 
 def find_logs(source: Path) -> list[Path]:
-    """Lists the files of a log: `source` itself, or the text and parquet files in this folder.
+    """Returns the files of a log: `source` itself, or the text and parquet files in this folder.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such file.
     """
     if source.is_file():
         return [source]
@@ -41,16 +41,16 @@ def find_logs(source: Path) -> list[Path]:
 def read_log(
     path: Path, columns: LogColumns, *, names: Sequence[str] | None = None, optional: Sequence[str] = ()
 ) -> Iterator[Piece]:
-    """Yields the columns of one file as text, some 100,000 lines at a time.
+    """Yields the columns of one file as text, about 100,000 lines at a time.
 
     Args:
         path: the file.
-        columns: what its columns mean, and how it is written.
+        columns: meaning of the file's columns, and its delimiter.
         names: the columns to read; by default all of `columns`.
-        optional: more columns, which are read if the file has them.
+        optional: further columns, which are read if the file has them.
 
     Raises:
-        DataError: a missing column, or a file that cannot be read.
+        DataError: a column is missing, or the file cannot be read.
     """
     names = columns.all() if names is None else list(names)
     if path.suffix == ".parquet":
@@ -95,9 +95,9 @@ def _read_parquet(
 def _as_text(
     column: pa.ChunkedArray, name: str, path: Path, first_row: int, delimiter: str | None
 ) -> pl.Series:
-    """Converts a column to text: moments to microseconds since 1970, nulls to "".
+    """Converts a column to text: times to microseconds since 1970, nulls to "".
 
-    With a delimiter, cells may be lists of texts or integers, between which it is put.
+    With a delimiter, cells may be lists of texts or integers, which are joined by it.
     """
     kind = column.type
     if delimiter is not None and is_list(kind):

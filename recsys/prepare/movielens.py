@@ -96,7 +96,7 @@ NAMES = {
     "users": ("users.dat",),
 }
 BROKEN_ZIP = (*UNREADABLE, zipfile.BadZipFile, lzma.LZMAError, NotImplementedError, RuntimeError, ValueError)
-"""Errors of reading a zip file that is damaged, encrypted or packed by an unknown method."""
+"""Errors that reading a zip file raises if it is damaged, encrypted or packed by an unknown method."""
 
 NO_GENRES = "(no genres listed)"
 CONTENTS = Contents(
@@ -113,12 +113,12 @@ RANKING_SETTINGS = [field.name for field in fields(RatingSettings) if field.name
 
 
 class Release(NamedTuple):
-    """Holds the tables of a release, in file order.
+    """The tables of a release, in file order.
 
     Attributes:
-        ratings: userId, movieId, rating, timestamp.
-        movies: movieId, title, genres.
-        users: userId, gender, age, occupation, zip; None where the release has no users.dat.
+        ratings: columns userId, movieId, rating, timestamp.
+        movies: columns movieId, title, genres.
+        users: columns userId, gender, age, occupation, zip; None if the release has no users.dat.
     """
 
     ratings: pl.DataFrame
@@ -178,7 +178,7 @@ def _write_retrieval(
         slices = holdout_slices(
             user, held_out=held_out, with_candidate=with_candidate, max_history=options.max_history
         )
-        # A training row has no request: its time is that of its last event.
+        # A training row has no request, so its time is the time of its last event.
         moment = slices.candidate_start if with_candidate else slices.history_end - 1
         rows = pa.table(
             {
@@ -203,7 +203,7 @@ def read_release(path: Path) -> Release:
     """Reads the tables of a zip file or folder.
 
     Raises:
-        DataError: no such release, a line that does not parse, a movie twice.
+        DataError: the release does not exist, a line cannot be parsed, or a movie occurs twice.
     """
     if path.is_file():
         contents = _zipped(path)
@@ -220,7 +220,7 @@ def read_release(path: Path) -> Release:
 def join_movies(
     ratings: pl.DataFrame, movies: pl.DataFrame, source: Path, ties: str, seed: int
 ) -> pl.DataFrame:
-    """Joins ratings with their movies: events by user and time, ties as `ties.sort_events` orders them."""
+    """Joins ratings with their movies; sorts events by user and time, ties by `ties.sort_events`."""
     known = movies.select("movieId", genres=_genres(movies), year=_years(movies))
     events = ratings.with_row_index("order").join(known, on="movieId", how="left", maintain_order="left")
     unknown = events.filter(pl.col("genres").is_null())
@@ -253,12 +253,12 @@ def _genres(movies: pl.DataFrame) -> pl.Series:
 
 
 def _years(movies: pl.DataFrame) -> pl.Series:
-    """Takes the year in brackets at the end of each title, as text; empty where there is none."""
+    """Returns the year in brackets at the end of each title, as text; empty if there is none."""
     return movies["title"].str.strip_chars().str.extract(r"\((\d{4})\)$").fill_null("")
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Finds the files of ratings, of movies and, if there is one, of users in a folder."""
+    """Finds the files of ratings, of movies and, if it exists, of users in a folder."""
     if not folder.exists():
         raise DataError(f"{folder}: no such file or folder")
     chosen = {}
@@ -272,7 +272,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _zipped(path: Path) -> dict[str, tuple[str, bytes]]:
-    """Reads those files from a zip file: address and bytes of each."""
+    """Reads the files of ratings, movies and users from a zip file; returns address and bytes of each."""
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no zip file; --input takes a MovieLens zip file or its folder")
     chosen = {}

@@ -46,16 +46,16 @@ USER = ("gender", "age", "occupation")
 
 @dataclass(frozen=True)
 class RatingSettings:
-    """Says how rows are cut; the fields have the names of the flags.
+    """Settings that decide how rows are cut; the fields have the names of the flags.
 
     Attributes:
-        request_gap: longest pause within a block, seconds.
-        max_candidates: most ratings of a block.
-        max_history: newest events of a history; None: all.
-        validation_percent, test_percent: shares of each user's ratings, percent.
+        request_gap: longest pause within a block, in seconds.
+        max_candidates: most ratings in a block.
+        max_history: number of newest events that a history keeps; None: all.
+        validation_percent, test_percent: shares of each user's ratings, in percent.
         evaluation_history: "frozen" or "live".
-        min_count: training ratings that make an id known.
-        user_modulus: only users whose id it divides are kept.
+        min_count: number of training ratings that make an id known.
+        user_modulus: only users whose id is divisible by this number are kept.
     """
 
     request_gap: int = 3600
@@ -81,9 +81,10 @@ def write_ranking(
     """Writes rows, vocabularies and schema.json; returns the schema.
 
     Args:
-        folder: where the files are written.
-        events: by user and time: user_id, order, timestamps, item_id, genres, year, actions, rating.
-        users: userId and `USER`, or None where the release does not describe its users.
+        folder: folder to write to.
+        events: events sorted by user and time: user_id, order, timestamps, item_id, genres, year, actions,
+            rating.
+        users: columns userId and `USER`; None if the release does not describe its users.
         settings: how rows are cut.
         actions: names of the bits of `actions`.
         rows_per_group: rows of a parquet row group.
@@ -91,7 +92,7 @@ def write_ranking(
 
     Raises:
         ConfigError: nothing is left to train on.
-        DataError: no rating at all, or a user who is not described, or twice.
+        DataError: there is no rating, or a user is described twice or not at all.
     """
     events = events.filter(pl.col("user_id") % settings.user_modulus == 0)
     if not events.height:
@@ -124,10 +125,10 @@ def write_ranking(
 def split_by_user(
     user: np.ndarray, time: np.ndarray, validation_percent: int, test_percent: int
 ) -> np.ndarray:
-    """Names the split of each rating, [n] str; the ratings of a user stand together, by time.
+    """Returns the name of the split of each rating, [n] str; ratings are sorted by user and time.
 
-    A user's rating number i of n (from 0) is a test rating where 100 i >= n (100 - test), and so on;
-    all ratings with the same time go where the first of them goes.
+    A user's rating number i of n (from 0) is a test rating if 100 i >= n (100 - test_percent), and so on. All
+    ratings of a user with the same time go to the split of the first of them.
 
     Raises:
         ConfigError: nothing is left to train on.
@@ -161,7 +162,7 @@ def _contents(users: pl.DataFrame | None, actions: tuple[str | None, ...]) -> Co
 
 
 def _rows(events: pl.DataFrame, slices: Slices, users: pl.DataFrame | None) -> pl.DataFrame:
-    """Returns the columns of the rows: keys, request time and what is known about the user."""
+    """Returns the columns of the rows: keys, request time and features of the user."""
     rows = events[pl.Series(slices.candidate_start)].select(
         "user_id", request_id="order", request_time="timestamps"
     )

@@ -1,7 +1,8 @@
 """Cuts events, sorted by user and time, into rows: requests with their histories, or leave-one-out rows.
 
-A history is a run of a user's events and so are the candidates of a request, so a row is two slices of one
-event table. No list is copied until `dataset_writer` writes a row group: memory does not grow with histories.
+A history is a run of a user's events, and so are the candidates of a request, so a row is two slices of one
+event table. No list is copied before `dataset_writer` writes a row group, so memory does not grow with
+histories.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class Slices(NamedTuple):
 
 
 def run_starts(*columns: np.ndarray) -> np.ndarray:
-    """Finds where each element's run of equal values (in all columns at once) starts; int64 [n]."""
+    """Returns the start of each element's run of equal values (in all columns at once), int64 [n]."""
     index = np.arange(len(columns[0]), dtype=np.int64)
     new = np.zeros(len(index), dtype=bool)
     for column in columns:
@@ -48,12 +49,12 @@ def request_slices(
     The history of a request is what the user did strictly before its first event.
 
     Args:
-        user: [n] user of each event; a user's events stand together, ordered by time.
-        time: [n] int64, in the unit of `gap`.
+        user: [n], user of each event; a user's events are consecutive and ordered by time.
+        time: int64 [n], time of each event, in the unit of `gap`.
         gap: longest pause within a request.
-        max_candidates: longer requests are cut into several.
-        max_history: newest events that a history keeps.
-        apart: [n] columns that are constant within a request, such as the place in the app or the split.
+        max_candidates: most candidates in a request; longer requests are cut into several.
+        max_history: number of newest events that a history keeps.
+        apart: columns [n] that are constant within a request, such as the place in the app or the split.
     """
     count = len(user)
     session = run_starts(user, *apart)
@@ -73,15 +74,15 @@ def freeze_histories(
 ) -> Slices:
     """Ends the history of requests in `frozen` periods where the period begins for their user.
 
-    Metrics within users need this. Where a user has one positive and one negative, a history that already
-    shows the first outcome speaks against the second: the better a model reads it, the lower its GAUC.
+    Metrics within users need this. If a user has one positive and one negative, a history that already shows
+    the first outcome is evidence against the second: the better a model reads it, the lower its GAUC.
 
     Args:
-        slices: requests.
-        user: [n] user of each event.
-        period: [n] period of each event, rising in time; no request reaches over its end.
-        frozen: [n] bool, the same for all events of a period.
-        max_history: newest events that a history keeps.
+        slices: the requests.
+        user: [n], user of each event.
+        period: [n], period of each event, rising in time; a request never spans two periods.
+        frozen: bool [n], the same for all events of a period.
+        max_history: number of newest events that a history keeps.
     """
     start = slices.candidate_start
     known = run_starts(user, period)[start]
@@ -94,10 +95,10 @@ def freeze_histories(
 def holdout_slices(
     user: np.ndarray, *, held_out: int, with_candidate: bool, max_history: int | None
 ) -> Slices:
-    """Cuts one leave-one-out row per user: all but the last `held_out` events, and the next one as candidate.
+    """Cuts one leave-one-out row per user: all but the last `held_out` events, and the next as candidate.
 
-    A user with fewer than 3 events has nothing held out: all of them are training history, and there is no
-    row with a candidate.
+    No events of a user with fewer than 3 events are held out: all of them are training history, and the user
+    has no row with a candidate.
     """
     index = np.arange(len(user), dtype=np.int64)
     first = np.flatnonzero(run_starts(user) == index)

@@ -1,6 +1,6 @@
 """Reads text files with one line per user: `user item item ...`, oldest event first, separated by blanks.
 
-A second file of the same form may hold the times, `user time time ...`, line by line and place by place.
+A second file of the same form, `user time time ...`, may hold the time of each item at the same position.
 Files may end in .gz.
 """
 
@@ -24,11 +24,11 @@ USER, ITEM, TIME = "user", "item", "time"
 """Names of the columns of events read from these files."""
 
 PIECE_EVENTS = 1 << 17
-"""Events per piece, about: a piece ends with a line."""
+"""Approximate number of events per piece; a piece ends at the end of a line."""
 
 
 def read_sequences(path: Path, times: Path | None, time_unit: str) -> Iterator[Piece]:
-    """Yields the events of a file of sequences, some 100,000 at a time.
+    """Yields the events of a file of sequences, about 130,000 at a time.
 
     Args:
         path: the file of items.
@@ -36,7 +36,7 @@ def read_sequences(path: Path, times: Path | None, time_unit: str) -> Iterator[P
         time_unit: unit of the times, one of `events.TIME_UNITS`.
 
     Raises:
-        DataError: no such file, or two lines that do not belong together; with file and line.
+        DataError: a file does not exist, or lines of the two files do not match; names file and line.
     """
     users: list[str] = []
     items: list[str] = []
@@ -80,7 +80,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[str]:
     """Yields the lines of a file as text.
 
     Raises:
-        DataError: it is cut off, damaged, or not UTF-8.
+        DataError: the file is cut off, damaged, or not UTF-8.
     """
     number = 1
     try:

@@ -40,7 +40,7 @@ ABOUT = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Reads the files and makes a data set of them."""
+    """Reads the files and makes a data set from them."""
     options = _options(arguments)
     with command.local_inputs(options, "input", "times"):
         _prepare(options)

@@ -1,6 +1,6 @@
 """Writes the starter config that every preparation tool leaves beside its data.
 
-It is composed as text rather than printed from a message so that it can have comments.
+The config is composed as text, rather than printed from a message, so that it can have comments.
 """
 
 import shlex
@@ -9,7 +9,7 @@ from pathlib import Path
 from recsys.prepare.starter_settings import SMALL_LOG, StarterSettings, choose_settings
 
 OFF = "#: "
-"""Stands before each line of the config that is switched off."""
+"""Prefix of each line of the config that is switched off."""
 
 
 def write_config(schema: dict, folder: Path, address: Path) -> None:
@@ -17,15 +17,15 @@ def write_config(schema: dict, folder: Path, address: Path) -> None:
 
     Args:
         schema: the content of schema.json, as `DatasetWriter.write_schema` returns it.
-        folder: where the file is written.
-        address: where the folder will be in the end.
+        folder: folder to write to.
+        address: final path of the folder.
     """
     text = starter_config(schema, address.as_posix())
     (folder / "starter.config").write_text(text, encoding="utf-8")
 
 
 def starter_config(schema: dict, address: str) -> str:
-    """Returns the text of a Pipeline; a relative `address` counts from where the command runs."""
+    """Returns the text of a Pipeline; a relative `address` starts from where the command runs."""
     ranking, settings = schema["task"] == "ranking", choose_settings(schema)
     others = [] if ranking else schema["features"][1:]
     parts = [
@@ -82,7 +82,7 @@ def _data(schema: dict, address: str, settings: StarterSettings) -> str:
 
 
 def _item_features(entries: list[dict]) -> str:
-    """Returns the features of items that a two-tower model knows, switched off, with what they are for."""
+    """Returns the item features of a two-tower model, switched off, with a comment about their purpose."""
     about = (
         f"# A two-tower model also knows what items are: remove each `{OFF.strip()}`. It may pay where many\n"
         "# items are new; on MovieLens it did not (experiments/2026-11-22-two-tower).\n"
@@ -92,7 +92,7 @@ def _item_features(entries: list[dict]) -> str:
 
 
 def _glob(file: str) -> str:
-    """Returns the file's path, or its folder for one of several parts."""
+    """Returns the path of a file, or of its folder if the file is one of several parts."""
     return file.split("/")[0] if "/" in file else file
 
 

@@ -4,7 +4,7 @@ The rules come from experiments/2026-11-24-starter, where they were tuned on val
 
 - Batches: a power of two with 16 to 32 of them in an epoch of retrieval (150 to 300 of ranking). Few rows
   need small batches, or there are too few steps.
-- Length: 50 epochs of retrieval, which are 800 to 1,600 steps; ranking overfits behind the second epoch.
+- Length: 50 epochs of retrieval, which are 800 to 1,600 steps; ranking overfits after the second epoch.
 - Rate: 5e-3 on small logs, where 1e-3 had learned half as much when the run ended; less for large batches, as
   the ready configs measured on ML-1M and Amazon Beauty.
 - Dropout: half of the numbers where an item has few events to learn from, down to a fifth.
@@ -15,33 +15,35 @@ The rules come from experiments/2026-11-24-starter, where they were tuned on val
 from dataclasses import dataclass
 
 MOST_TOKENS = 2**16
-"""Events of a batch, on average, at most: longer histories get smaller batches."""
+"""Most events in an average batch; longer histories get smaller batches."""
 
 LONGEST_HISTORY = 200
-"""Newest events of a history that are read. Shorter histories cost nothing, and every event trains."""
+"""Most events of a history that are read, the newest ones. Shorter histories cost nothing, and every event
+trains."""
 
 SMALL_LOG = 5_000
-"""Users below which counting is hard to beat: the model is small, and the config offers the blend."""
+"""Number of users below which counting is hard to beat: the model is small, and the config offers the
+blend."""
 
 
 @dataclass(frozen=True)
 class StarterSettings:
-    """The settings that depend on the size of the data; `train` and `data` of the config have the same names.
+    """The settings that depend on the size of the data, with their names in `train` and `data`.
 
     Attributes:
-        rows: training rows.
+        rows: number of training rows.
         steps: optimizer steps of the whole run in one process.
-        batch_size: rows of a batch.
-        max_history_len: newest events of a history.
+        batch_size: rows per batch.
+        max_history_len: number of newest events that a history keeps.
         num_epochs: passes over the training rows.
         lr: learning rate of the dense optimizer.
-        warmup_steps: steps of the warm-up.
-        dropout: of tokens and layers.
+        warmup_steps: number of warm-up steps.
+        dropout: dropout of tokens and layers.
         every_steps: steps between two evaluations.
-        patience: evaluations without a gain after which training stops.
+        patience: number of evaluations without a gain after which training stops.
         embedding_dim: width of the tokens.
-        num_layers: layers of the mixer.
-        blend: the config offers the blend with co-occurrence.
+        num_layers: number of layers of the mixer.
+        blend: True if the config offers the blend with co-occurrence.
     """
 
     rows: int
@@ -117,7 +119,7 @@ def _ranking(schema: dict) -> StarterSettings:
 
 
 def _power_of_two(value: float, least: int, most: int) -> int:
-    """Returns the largest power of two that is not above `value`, between two powers of two."""
+    """Returns the largest power of two not above `value`, bounded by the powers of two `least` and `most`."""
     power = least
     while power * 2 <= min(value, most):
         power *= 2

@@ -20,20 +20,20 @@ from recsys.errors import DataError, shortened
 from recsys.files import sha256
 
 MOST_NAMES = 40
-"""Columns that an error lists; a file with more was probably read with a wrong delimiter."""
+"""Most columns that an error lists; a file with more was probably read with a wrong delimiter."""
 
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""Errors of reading a file that is cut off or damaged, packed or not."""
+"""Errors that reading a file raises if it is cut off or damaged, compressed or not."""
 
 INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
-"""Kinds of columns that `typed` knows, worded as in its messages."""
+"""Kinds of columns that `typed` converts, in the words of its messages."""
 
 
 def find_files(folder: Path, pattern: str, what: str) -> list[Path]:
     """Lists the files below `folder` that match `pattern`, in the order of their names.
 
     Raises:
-        DataError: no such folder, or no such file in it.
+        DataError: the folder does not exist, or has no such file.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
@@ -49,16 +49,16 @@ def fingerprints(files: list[Path]) -> list[dict[str, str | int]]:
 
 
 def check_columns(wanted: list[str], present: list[str], where: str, hint: str = "") -> None:
-    """Checks that each wanted column is there once.
+    """Checks that a file has each wanted column exactly once.
 
     Args:
-        wanted: names of columns.
+        wanted: names of the wanted columns.
         present: the columns of the file.
-        where: what errors call the file.
-        hint: ends the error about a missing column.
+        where: name of the file in errors.
+        hint: last sentence of the error about a missing column.
 
     Raises:
-        DataError: a wanted column is missing or there twice; the message suggests the nearest names.
+        DataError: a wanted column is missing or occurs twice; the message suggests the nearest names.
     """
     if not present:
         raise DataError(f"{where}: the file is empty; its first line must name the columns")
@@ -95,15 +95,15 @@ def text_batches(
 
     Args:
         open_file: opens the file at its beginning; called for each pass over it.
-        where: what errors call it.
+        where: name of the file in errors.
         columns: names of the columns to read.
-        delimiter: stands between values.
-        block_bytes: size of a piece; no line may be longer.
-        can_change_delimiter: the tool has a flag --delimiter, which errors may name.
-        optional: names of more columns, which are read if the file has them.
+        delimiter: delimiter between values.
+        block_bytes: size of a piece in bytes; no line may be longer.
+        can_change_delimiter: True if the tool has a flag --delimiter, which errors may name.
+        optional: names of further columns, which are read if the file has them.
 
     Raises:
-        DataError: a missing column, a line with too many or too few values, a file that cannot be read.
+        DataError: a column is missing, a line has too many or too few values, or the file cannot be read.
     """
     try:
         with open_file() as file:
@@ -152,7 +152,7 @@ def read_csv(path: Path, kinds: Mapping[str, str]) -> pl.DataFrame:
 
 
 def read_csv_stream(open_file: Callable[[], BinaryIO], where: str, kinds: Mapping[str, str]) -> pl.DataFrame:
-    """Does what `read_csv` does for a file that `open_file` opens and errors call `where`."""
+    """Reads a whole CSV file, as `read_csv` does, that `open_file` opens and that errors call `where`."""
     pieces = [typed(piece, kinds, where, line) for line, piece in text_batches(open_file, where, list(kinds))]
     if not pieces:
         raise DataError(f"{where}: no rows behind the header")
@@ -167,12 +167,12 @@ def typed(
     Args:
         texts: columns of strings.
         kinds: the kind of each column to keep.
-        where: what errors call the file.
+        where: name of the file in errors.
         first_line: line of row 0.
-        word: what errors call a line.
+        word: word for a line in errors.
 
     Raises:
-        DataError: a value that is no integer or number, with its line.
+        DataError: a value is not an integer or a number; names its line.
     """
     columns = []
     for name, kind in kinds.items():
@@ -192,7 +192,7 @@ def typed(
 
 
 def id_column(texts: pl.Series) -> pl.Series:
-    """Converts ids to int64 when each is a whole number >= 0 in its shortest form; else they stay text."""
+    """Converts ids to int64 if each is a whole number >= 0 in its shortest form; else they stay text."""
     numbers = texts.cast(pl.Int64, strict=False)
     if is_integer_text(texts):
         return numbers
@@ -200,13 +200,13 @@ def id_column(texts: pl.Series) -> pl.Series:
 
 
 def is_integer_text(texts: pl.Series) -> bool:
-    """True when each text is a whole number >= 0 in its shortest form, which int64 gives back unchanged."""
+    """Returns whether each text is a whole number >= 0 in its shortest form, which int64 preserves."""
     numbers = texts.cast(pl.Int64, strict=False)
     return bool(((numbers >= 0) & (numbers.cast(pl.String) == texts)).fill_null(False).all())
 
 
 def _filled(texts: pl.DataFrame) -> pl.Series:
-    """True for each row that has any text."""
+    """Returns True for each row with any text, else False."""
     return texts.select(pl.any_horizontal(pl.all() != "")).to_series() if texts.width else pl.Series([False])
 
 
@@ -218,7 +218,7 @@ def _header(file: BinaryIO, where: str, delimiter: str) -> list[str]:
 
 
 def _delimiter_hint(columns: list[str], header: list[str], delimiter: str) -> str:
-    """Names the delimiter at which the header has all columns, if there is one."""
+    """Returns a hint about the delimiter with which the header has all columns, if there is one."""
     line = delimiter.join(header)
     for name, other in {",": ",", ";": ";", "tab": "\t", "|": "|"}.items():
         if other != delimiter and set(columns) <= {value.strip('" ') for value in line.split(other)}:
@@ -227,7 +227,7 @@ def _delimiter_hint(columns: list[str], header: list[str], delimiter: str) -> st
 
 
 def _bad_line(open_file: Callable[[], BinaryIO], where: str, delimiter: str) -> str:
-    """Describes the first line whose number of values differs from the header's, or "" without one."""
+    """Describes the first line whose number of values differs from the header's; "" if there is none."""
     expected = None
     try:
         with open_file() as file:
@@ -247,7 +247,7 @@ def _bad_line(open_file: Callable[[], BinaryIO], where: str, delimiter: str) -> 
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """Yields lines as text; a line ends with LF, CR LF, or CR alone."""
+    """Yields the lines of a file as text; a line ends with LF, CR LF, or CR alone."""
     for block in file:
         for line in block.splitlines(keepends=True):
             yield line.decode("utf-8-sig" if line.startswith(b"\xef\xbb\xbf") else "utf-8")

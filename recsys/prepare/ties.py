@@ -1,7 +1,7 @@
-"""The order of events of one instant: those of one user with the same time.
+"""Orders tied events, the events of one user with the same time.
 
-The order moves targets and histories, so it belongs to the protocol of an evaluation: `schema.json` has it,
-with the share of neighboring events that it concerns.
+The order changes targets and histories, so it belongs to the protocol of an evaluation. `schema.json` records
+it, with the share of neighboring events that tie.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from recsys.data.hashing import combine
 
 FILE, SHUFFLE = "file", "shuffle"
 TIE = ".tie"
-"""Column to sort by; no feature has this name."""
+"""Column by which ties are sorted; no feature has this name."""
 
 
 def add_flags(flags: argparse.ArgumentParser, keys: Sequence[str] | None) -> None:
@@ -37,12 +37,12 @@ def add_flags(flags: argparse.ArgumentParser, keys: Sequence[str] | None) -> Non
 
 
 def shuffle_keys(order: np.ndarray, seed: int) -> pl.Series:
-    """Draws a number for each event, by its place in the input and the seed; uint64 [n], named `TIE`."""
+    """Draws a number for each event from its position in the input and the seed; uint64 [n], named `TIE`."""
     return pl.Series(TIE, combine(seed, order))
 
 
 def sort_events(events: pl.DataFrame, user: str, time: str, ties: str, seed: int) -> pl.DataFrame:
-    """Sorts events by user and time, and ties by `ties`, then by `order`, their place in the input."""
+    """Sorts events by user and time; sorts ties by `ties`, then by `order`, their position in the input."""
     if ties == SHUFFLE:
         drawn = shuffle_keys(events["order"].to_numpy().astype(np.int64), seed)
         return events.with_columns(drawn).sort(user, time, TIE, "order").drop(TIE)
@@ -50,13 +50,13 @@ def sort_events(events: pl.DataFrame, user: str, time: str, ties: str, seed: int
 
 
 class TieCounter:
-    """Counts neighboring events of one user, and those of them that tie."""
+    """Counts pairs of neighboring events of one user, and the pairs that tie."""
 
     def __init__(self) -> None:
         self.neighbors = self.tied = 0
 
     def add(self, user: np.ndarray, time: np.ndarray) -> None:
-        """Adds events [n] that stand by user and time; `user` numbers the users."""
+        """Adds events [n] that are sorted by user and time; `user` holds the number of each event's user."""
         same = user[1:] == user[:-1]
         self.neighbors += int(same.sum())
         self.tied += int((same & (time[1:] == time[:-1])).sum())
@@ -68,7 +68,7 @@ class TieCounter:
 
 
 def report(entry: Mapping[str, Any]) -> str:
-    """Words the entry `ties` of schema.json as a line of a tool's output."""
+    """Formats the entry `ties` of schema.json as a line of a tool's output."""
     orders = {FILE: "in the order of the input", SHUFFLE: f"shuffled with seed {entry.get('seed')}"}
     order = orders.get(str(entry["order"]), f"by {entry['order']}")
     share = f"{100 * entry['share']:.1f} %"

@@ -1,10 +1,10 @@
-"""The rules that a config must follow: single fields in `values`; rules across fields in `data`, `model`,
-`preprocessor`, `train` and `export`; warnings in `effects`.
+"""Checks the rules that a config must follow: single fields in `values`; rules across fields in `data`,
+`model`, `preprocessor`, `train` and `export`; warnings in `effects`.
 
-This package stands below `config`. A rule is a function from a resolved Pipeline to findings. It must also
-bear a config that is wrong elsewhere, because all findings are reported at once. To add a rule, write it in
-its module and name it in that module's `RULES`. Rules of one family of models or of one mixer stand in its
-declaration (`config.declarations`).
+This package stands below `config`. A rule is a function from a resolved Pipeline to findings. It must not
+fail on a config that is wrong elsewhere, because all findings are reported at once. To add a rule, write it
+in its module and name it in that module's `RULES`. Rules of one family of models or of one mixer belong in
+its declaration (`config.declarations`).
 """
 
 from collections.abc import Collection
@@ -52,10 +52,10 @@ RULES = (
 
 
 def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Finding]:
-    """The faults of a resolved config; empty if it can be built.
+    """Returns the faults of a resolved config; the list is empty if the config can be built.
 
     Args:
-        derived: paths of fields that were filled in; they are judged where they come from.
+        derived: paths of fields that were filled in; their values are checked at their origin.
     """
     mixer_of(pipeline)  # declarations of the model and its mixer may add ranges
     numbers = [finding for finding in values.numbers(pipeline) if finding.path not in derived]
@@ -63,20 +63,21 @@ def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Findi
 
 
 def family_findings(pipeline: pb.Pipeline) -> list[Finding]:
-    """The faults that keep a model from being built, for models that are built without a command."""
+    """Returns the faults that keep a model from being built, for models that are built without a command."""
     return [*fits_preprocessor(pipeline), *model_of(pipeline).findings()]
 
 
 def warnings(pipeline: pb.Pipeline) -> list[Finding]:
-    """Settings of a config as written, not resolved, that have no effect or a surprising one."""
+    """Returns warnings about settings of a config, as written, that have no effect or a surprising one."""
     return [finding for rule in effects.RULES for finding in rule(pipeline)]
 
 
 def device_findings(pipeline: pb.Pipeline, device: str) -> list[Finding]:
-    """Settings of a resolved config that a device, `cpu` or `cuda`, cannot carry out."""
+    """Returns findings about settings of a resolved config that a device, `cpu` or `cuda`, does not
+    support."""
     return list(train.device(pipeline, device))
 
 
 def library_findings(pipeline: pb.Pipeline) -> list[Finding]:
-    """Settings of a config for whose training a library is missing."""
+    """Returns findings about settings that need a library for training that is not installed."""
     return list(train.libraries(pipeline))

@@ -1,6 +1,6 @@
-"""Reads what the schema says about a choice, such as the labels that a loss needs: `protos/options.proto`.
+"""Reads the options of a choice in the schema, such as the labels that a loss needs (`protos/options.proto`).
 
-Because the schema says it, a component that is added to a oneof needs no table anywhere else.
+Because the schema holds these facts, a component that is added to a oneof needs no table anywhere else.
 """
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -11,12 +11,13 @@ from recsys.config import fields
 
 
 def labels(field: FieldDescriptor) -> list[str]:
-    """Kinds of labels that a choice of loss or metric is for; empty if the schema does not say."""
+    """Returns the kinds of labels that a choice of loss or metric fits; empty if the schema names none."""
     return list(field.GetOptions().Extensions[pb.labels])
 
 
 def models(field: FieldDescriptor) -> list[str]:
-    """Families that take the sequences of a choice of preprocessor; empty if the schema does not say."""
+    """Returns the families that take the sequences of a choice of preprocessor; empty if the schema names
+    none."""
     return list(field.GetOptions().Extensions[pb.models])
 
 
@@ -26,19 +27,19 @@ def directed(field: FieldDescriptor) -> bool:
 
 
 def part(message: Message, name: str) -> Message | None:
-    """The message in a field; None if the field is not set or does not exist."""
+    """Returns the message in a field, or None if the field is not set or does not exist."""
     is_field = name in message.DESCRIPTOR.fields_by_name
     return getattr(message, name) if is_field and message.HasField(name) else None
 
 
 def loss_kind(loss: pb.Loss) -> str | None:
-    """The kind of labels that a task with this loss has: `binary`, `regression` or `retrieval`.
+    """Returns the kind of labels that a task with this loss has: `binary`, `regression` or `retrieval`.
 
-    None for no loss, and for a loss of which the schema does not say it, which another rule finds.
+    Returns None if there is no loss, or if the schema names no kind for it, which another rule reports.
     """
     field = fields.chosen(loss)
     if field is None:
         return None
-    # A loss around another one takes the labels of that one.
+    # A loss that contains another loss takes the labels of the inner one.
     around = [labels(inner) for inner, _ in fields.value_of(loss, field).ListFields()]
     return next((kinds[0] for kinds in (*around, labels(field)) if kinds), None)

@@ -1,4 +1,4 @@
-"""Rules of features, tables, columns and sources."""
+"""Checks the rules of features, tables, columns and sources."""
 
 import re
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def _columns(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _inputs(pipeline: pb.Pipeline) -> set[str]:
-    """Columns of features."""
+    """Returns the columns of features."""
     return {f.PREFIX.get(side, "") + feature.name for feature in pipeline.features for side in feature.sides}
 
 
@@ -84,9 +84,10 @@ def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _weights(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """A column with weights of a loss must be of a side that the loss has, and hold nothing but weights.
+    """A column with weights of a loss must have a side that the loss supports, and no other meaning.
 
-    It may be a label that is a number, such as a watch time.
+    It may neither be an input, nor be reserved, nor hold label bits. It may be a label that is a number, such
+    as a watch time.
     """
     model, inputs = model_of(pipeline), _inputs(pipeline)
     bits = {task.label for task in model.tasks if task.label_bits}
@@ -172,7 +173,7 @@ def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """FBGEMM's kernels for sharded tables move four numbers at a time."""
+    """Sharded tables need widths divisible by 4, because FBGEMM moves four numbers at a time."""
     if pipeline.model.embedding.placement != pb.Embedding.SHARDED:
         return
     for index, feature in enumerate(pipeline.features):

@@ -1,4 +1,4 @@
-"""Warnings about settings that are allowed but have no effect, or a surprising one."""
+"""Warns about settings that are allowed but have no effect, or a surprising one."""
 
 from collections.abc import Iterator
 
@@ -30,9 +30,9 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def behind_the_end(pipeline: pb.Pipeline, steps: int) -> Iterator[Finding]:
-    """Lists settings that a run of `steps` optimizer steps is too short for.
+    """Yields warnings about settings for which a run of `steps` optimizer steps is too short.
 
-    A run of epochs knows its steps only when its training rows have been counted.
+    The number of steps of a run of epochs is known only when its training rows have been counted.
     """
     train = pipeline.train
     warmup, every = train.schedule.warmup_steps, train.evaluation.every_steps
@@ -51,7 +51,7 @@ def behind_the_end(pipeline: pb.Pipeline, steps: int) -> Iterator[Finding]:
 
 
 def _never_averaged(train: pb.Train, steps: int) -> str | None:
-    """The warning for a run of `steps` that ends before any weights are averaged; None if it does not."""
+    """Returns the warning about a run of `steps` that ends before any weights are averaged, or None."""
     averaging = train.weight_averaging
     swa = averaging.HasField("swa")
     first = averaging.swa.start_step if swa else averaging.ema.every_steps
@@ -96,12 +96,12 @@ def _untrained_row(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Warnings that the family of the model declares."""
+    """Yields the warnings that the family of the model declares."""
     yield from model_of(pipeline).warnings()
 
 
 def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Losses that compare the candidates of a row need several candidates and a pointwise part."""
+    """Losses that compare the candidates of a row should have several candidates and a pointwise part."""
     for message, path in descend(pipeline.model, "model"):
         if not isinstance(message, (pb.JrcLoss, pb.PairwiseLoss)):
             continue

@@ -1,4 +1,4 @@
-"""Rules of packages."""
+"""Checks the rules of packages."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from recsys.config.declarations import MixerDeclaration, mixer_of, model_of
 
 
 def caching_mixers() -> list[str]:
-    """Names of the mixers that can score with a cache."""
+    """Returns the names of the mixers that can score with a cache."""
     declared = {
         fields.name_of(field): registry.declaration(fields.type_of(field))
         for field in fields.alternatives(pb.Mixer)

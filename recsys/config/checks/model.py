@@ -1,4 +1,4 @@
-"""Rules of models, losses, metrics and mixers that hold for every family."""
+"""Checks the rules of models, losses, metrics and mixers that hold for every family."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ class MetricName(NamedTuple):
     """A metric and its name in logs, e.g. `is_click/auc` or `ndcg@10`.
 
     Attributes:
-        name: with its task in front, if the model has tasks.
+        name: the metric's name, after the task's name if the model has tasks.
         path: path of the metric's message.
         directed: whether higher or lower values are better; False if the best value lies in between.
     """
@@ -31,7 +31,8 @@ class MetricName(NamedTuple):
 
 
 def metric_names(pipeline: pb.Pipeline) -> list[MetricName]:
-    """Metrics of the model in the config's order, without messages in which no metric is chosen."""
+    """Returns the metrics of the model in the config's order, except messages in which no metric is
+    chosen."""
     return [name for metrics in model_of(pipeline).metrics() for name in _named(metrics)]
 
 
@@ -46,7 +47,7 @@ def _named(listed: MetricList) -> Iterator[MetricName]:
 
 
 def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """The model must be able to take the sequences of its preprocessor."""
+    """A model must be able to take the sequences of its preprocessor."""
     model = model_of(pipeline)
     preprocessor_config = choices.part(model.config, "preprocessor")
     field = fields.chosen(preprocessor_config) if preprocessor_config is not None else None
@@ -57,7 +58,7 @@ def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Rules that the family of the model declares."""
+    """Yields the findings of rules that the family of the model declares."""
     yield from model_of(pipeline).findings()
 
 
@@ -76,7 +77,7 @@ def _tasks(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _given(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """A task may count the candidates with label 1 of another task, which must have such labels."""
+    """A task that counts only candidates with label 1 of another task needs a binary task of that name."""
     model = model_of(pipeline)
     tasks = {task.name: task for task in model.tasks}
     for index, task in enumerate(model.tasks):
@@ -104,7 +105,7 @@ def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
 def _fitting(
     choice: type[Message], fits: Callable[[FieldDescriptor], list[str]], kinds: set[str] | frozenset[str]
 ) -> list[str]:
-    """Names of the choices that fit at least one of `kinds`."""
+    """Returns the names of the choices that fit at least one of `kinds`."""
     return [fields.name_of(field) for field in fields.alternatives(choice) if kinds & set(fits(field))]
 
 
@@ -139,7 +140,7 @@ def _groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _mixer(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Rules that the mixer declares."""
+    """Yields the findings of rules that the mixer declares."""
     mixer = mixer_of(pipeline)
     if mixer is not None:
         yield from mixer.findings()
@@ -167,7 +168,7 @@ def _layer_groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """The longest sequence must hold what the reader lets through."""
+    """`model.max_seq_len` must be large enough for the longest row that the reader passes on."""
     model, data = pipeline.model, pipeline.data
     family = model_of(pipeline)
     if not family.kind:

@@ -1,4 +1,4 @@
-"""Rules of preprocessors: content, actions, contextual tokens."""
+"""Checks the rules of preprocessors: content, actions, contextual tokens."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def _interleaved(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _content(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """The features of an item must be wide enough for a slice, and not too wide for padding."""
+    """The features of an item must be at least E wide for a slice, and at most E wide for padding."""
     items = [feature for feature in pipeline.features if {pb.HISTORY, pb.CANDIDATE} & set(feature.sides)]
     width, wanted = sum(_width(feature) for feature in items), pipeline.model.embedding_dim
     widths = f"the features of an item are {width} wide and model.embedding_dim is {wanted}"

@@ -1,11 +1,11 @@
-"""Sizes of a model's sequences that its preprocessor decides: contextual tokens, and tokens per event."""
+"""Computes sizes of sequences that the preprocessor decides: contextual tokens, and tokens per event."""
 
 from recsys import protos as pb
 from recsys.config.declarations import model_of
 
 
 def num_contextual(pipeline: pb.Pipeline) -> int:
-    """Tokens in front of each history: a given number, or one for each USER feature.
+    """Returns the number of contextual tokens: a number that the config gives, or one per USER feature.
 
     Only a `ContextualPreprocessor` makes such tokens; a config that chooses no preprocessor is counted as if
     it had one, so that its other mistakes are described correctly.
@@ -19,7 +19,7 @@ def num_contextual(pipeline: pb.Pipeline) -> int:
 
 
 def tokens_per_event(pipeline: pb.Pipeline) -> int:
-    """History tokens of each event: 2 when content and action are tokens of their own, else 1."""
+    """Returns the history tokens per event: 2 if content and action are separate tokens, else 1."""
     preprocessor = model_of(pipeline).preprocessor
     if not isinstance(preprocessor, pb.ContextualPreprocessor):
         return 1

@@ -1,4 +1,4 @@
-"""Rules of the training run and of its device."""
+"""Checks the rules of the training run and of its device."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from recsys.config.checks.walk import Finding
 from recsys.config.textproto import did_you_mean
 
 _CUDA_ONLY = ("adam", "partial_row_wise_adam")
-"""Sparse optimizers that FBGEMM has on CUDA only."""
+"""Sparse optimizers that FBGEMM has only on CUDA."""
 
 
 def device(pipeline: pb.Pipeline, kind: str) -> Iterator[Finding]:
-    """Settings that a device, `cpu` or `cuda`, cannot carry out."""
+    """Yields findings about settings that a device, `cpu` or `cuda`, does not support."""
     for name in _CUDA_ONLY:
         if kind == "cpu" and sharded(pipeline) and pipeline.train.sparse_optimizer.HasField(name):
             what = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
@@ -22,11 +22,11 @@ def device(pipeline: pb.Pipeline, kind: str) -> Iterator[Finding]:
 
 
 LIBRARIES = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Modules that hooks import, by field of `pb.Hook`; the extra of each has the name of the field."""
+"""Module that each hook imports, by field of `pb.Hook`; the extra that installs it has the field's name."""
 
 
 def libraries(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Hooks whose library is not installed. Only training needs it; other commands do without."""
+    """Yields findings about hooks whose library is not installed. Only training needs these libraries."""
     for index, hook in enumerate(pipeline.train.hooks):
         field = fields.chosen(hook)
         if field is not None and field.name in LIBRARIES and not is_installed(LIBRARIES[field.name]):
@@ -37,7 +37,8 @@ def libraries(pipeline: pb.Pipeline) -> Iterator[Finding]:
 def is_installed(module: str) -> bool:
     """Returns whether a library can be imported.
 
-    A plain folder of that name on the path, such as the `wandb` that the library leaves behind, is not one.
+    A plain folder of that name on the path, such as the folder `wandb` that runs leave behind, does not
+    count.
     """
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

@@ -1,4 +1,4 @@
-"""Rules of single fields: ranges of numbers, fields that must be set, choices that must be made."""
+"""Checks the rules of single fields: ranges of numbers, fields that must be set, choices to be made."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from recsys.config.textproto import enum_names
 
 
 class Range(NamedTuple):
-    """A test for allowed numbers, and the words for them in a finding."""
+    """A test for allowed numbers, and their description in findings."""
 
     holds: Callable[[float], bool]
     words: str
@@ -159,7 +159,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     },
 }
 """Allowed values of each number, or of each element of a list, by message and field; a test finds gaps.
-`limit` adds those of families and mixers when they are declared."""
+`limit` adds the ranges of families and mixers when they are declared."""
 
 REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Pipeline: ("features",),
@@ -178,13 +178,13 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Swa: ("start_step",),
     pb.FaissIndex: ("factory",),
 }
-"""Fields that must be set, and not to an empty string or list, by message; `limit` adds to them too."""
+"""Fields that must be set, and not to an empty string or list, by message; `limit` adds fields here too."""
 
 
 def limit(
     message: type[Message], ranges: Mapping[str, Range] | None = None, *, required: Sequence[str] = ()
 ) -> None:
-    """Adds a message to `RANGES` and `REQUIRED`; a component calls it where it is declared."""
+    """Adds a message to `RANGES` and `REQUIRED`; the declaration of a component calls it."""
     if ranges:
         RANGES[message] = dict(ranges)
     if required:
@@ -232,7 +232,7 @@ def _choices(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _choice(holder: Message, path: str) -> Iterator[Finding]:
-    """A holder takes one alternative, and a message of another package needs a class that carries it out."""
+    """A holder takes one alternative, and a message of another package needs a registered class."""
     alternatives = fields.alternatives(holder)
     names = [fields.name_of(field) for field in alternatives if fields.is_set(holder, field)]
     if not names:

@@ -1,4 +1,4 @@
-"""`Finding`, a fault with the path of its field, and a walk over a message that keeps track of paths."""
+"""Defines `Finding`, a fault with the path of its field, and walks over messages with their paths."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Finding(NamedTuple):
     Attributes:
         path: path of the field, e.g. `features[0].id.table`.
         text: the given value, the allowed ones, and what to do.
-        missing: whether something is missing, perhaps because the text has a mistake.
+        missing: True if something is missing, perhaps because the text has a mistake.
     """
 
     path: str
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
 
 
 class Child(NamedTuple):
-    """A message inside another one, with its path."""
+    """A message inside another message, with its path."""
 
     message: Message
     path: str
@@ -54,7 +54,8 @@ def descend(message: Message, path: str = "") -> Iterator[Child]:
 
 
 def lines(findings: Iterable[Finding], locations: Mapping[str, str]) -> list[str]:
-    """Writes findings as text, each behind the place of its field or of the nearest message around it."""
+    """Writes each finding as a line that begins with the location of its field or of the nearest enclosing
+    message."""
     messages = []
     for path, text, _ in findings:
         place = path

@@ -1,4 +1,4 @@
-"""Finds the field that a name in a text or a path means; a wrong name becomes a Mistake with a hint."""
+"""Finds the field that a name in a text or path refers to; a wrong name raises a Mistake with a hint."""
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -8,7 +8,7 @@ from recsys.config.textproto.scalars import Mistake, did_you_mean
 
 
 def field_of(message: Message, name: str) -> FieldDescriptor:
-    """Returns the field of `message` that a config calls `name`, e.g. `hstu` or `[acme.gru]`.
+    """Returns the field of `message` with the name `name`, such as `hstu` or `[acme.gru]`.
 
     Raises:
         Mistake: there is no such field.

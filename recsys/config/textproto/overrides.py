@@ -14,7 +14,7 @@ from recsys.config.textproto.scalars import Mistake
 
 _STEP = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|\[[A-Za-z0-9_.]+\])(?:\[([0-9]{1,9})\])?\Z")
 _DOT = re.compile(r"\.(?![^\[\]]*\])")
-"""A dot between two fields; those in the brackets of an extension's name are none."""
+"""Matches a dot between two fields, but not a dot in the brackets of an extension's name."""
 
 
 def override(message: Message, assignment: str, locations: MutableMapping[str, str]) -> list[str]:
@@ -24,10 +24,10 @@ def override(message: Message, assignment: str, locations: MutableMapping[str, s
         assignment: `path=value` with the value in text format: a number, a name, a string with or without
             quotes, `[a, b]` for a whole repeated field, `{...}` for a message. `path=` clears the field.
             Spaces around the value are ignored, unless they are in quotes.
-        locations: where each field was set, by its path; updated.
+        locations: the place where each field was set, by field path; updated in place.
 
     Returns:
-        Findings, each beginning with `--set <assignment>`. If there are any, do not use the message.
+        Findings, each of which begins with `--set <assignment>`. If there are any, do not use the message.
     """
     where = f"--set {assignment}"
     path, equals, value = assignment.partition("=")
@@ -53,11 +53,11 @@ class _Place(NamedTuple):
 
 
 class _BadPath(Exception):
-    """A path that leads nowhere; the text names the step and the fields that exist there."""
+    """A path that does not exist; the text names the wrong step and the fields that exist there."""
 
 
 def _find(message: Message, path: str) -> _Place:
-    """Returns the field at the end of a path and creates absent messages on the way."""
+    """Returns the field at the end of a path, and creates absent messages on the way."""
     steps = _DOT.split(path)
     for depth, step in enumerate(steps, 1):
         here, last = ".".join(steps[:depth]), depth == len(steps)
@@ -80,7 +80,7 @@ def _find(message: Message, path: str) -> _Place:
 
 
 def _step(message: Message, field: FieldDescriptor, index: str | None, here: str) -> Message:
-    """Returns the message inside `field`."""
+    """Returns the message that `field` holds, at `index` for a repeated field."""
     inner = fields.value_of(message, field)
     if field.is_repeated:
         if index is None:

@@ -1,7 +1,7 @@
-"""Parses text into a message and reports every mistake and the line of every field.
+"""Parses text into a message, and reports every mistake and the line of every field.
 
-The parser descends recursively over tokens, guided by the message's descriptor. Nesting cannot exhaust the
-stack: the block of an unknown field is skipped in a loop, and known blocks are as deep as the schema.
+The parser descends recursively over tokens, guided by the message's descriptor. Nested blocks cannot exhaust
+the stack: a loop skips the block of an unknown field, and known blocks are only as deep as the schema.
 """
 
 import re
@@ -100,7 +100,7 @@ class _Parser:
         return [text for _, _, text in sorted(self._found)]
 
     def balanced(self) -> bool:
-        """Returns whether brackets match; if not, adds a finding about the first one that does not."""
+        """Returns whether brackets match; if not, adds a finding about the first bracket that does not."""
         unclosed: list[Token] = []
         for token in self.tokens:
             if token.kind != "mark":
@@ -158,7 +158,7 @@ class _Parser:
         self.value(message, field, path)
 
     def value(self, message: Message, field: FieldDescriptor, path: str) -> None:
-        """Reads one value, or for a repeated field also a list in brackets."""
+        """Reads one value, or, for a repeated field, a list in brackets."""
         if not (field.is_repeated and self._peek().text == "["):
             self._one(message, field, path)
             return
@@ -210,7 +210,7 @@ class _Parser:
         return True
 
     def _scalar_tokens(self) -> list[Token]:
-        """Takes the tokens of one scalar: `-` and a number or word, a word, or adjacent strings."""
+        """Takes the tokens of one scalar: an optional `-` and a number or word, or adjacent strings."""
         start = self.index
         if self._peek().text == "-":
             self._next()
@@ -253,7 +253,7 @@ class _Parser:
             self._next()
 
     def _skip_block(self) -> None:
-        """Skips an opening bracket and everything up to the one that closes it."""
+        """Skips an opening bracket and everything up to the matching closing bracket."""
         depth = 0
         while True:
             token = self._next()
@@ -291,7 +291,7 @@ class _Parser:
 
 
 def _require_no_clash(message: Message, field: FieldDescriptor, seen: dict[str, Token]) -> None:
-    """Raises Mistake if the field, or another one of the same choice, stands earlier in the text."""
+    """Raises Mistake if the text has already set the field, or another field of the same choice."""
     name = fields.name_of(field)
     if name in seen and not field.is_repeated:
         raise Mistake(f"set twice, first in line {seen[name].line}; keep one")

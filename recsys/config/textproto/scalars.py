@@ -27,7 +27,7 @@ _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 
 class Token(NamedTuple):
-    """A token of the text. `kind` is word, number, string, mark or end; line and column count from 1."""
+    """A token of the text. `kind` is word, number, string, mark or end; `line` and `column` count from 1."""
 
     kind: str
     text: str
@@ -36,18 +36,18 @@ class Token(NamedTuple):
 
 
 class Mistake(Exception):
-    """A value that does not fit its field; the text names the given value and the allowed ones."""
+    """A value that does not fit its field; the text names the given value and the allowed values."""
 
 
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
-    """Returns `Did you mean x?` for the name nearest to `word`, or else the list of allowed names."""
+    """Returns `Did you mean x?` with the name nearest to `word`, or else the list of allowed names."""
     names = list(allowed)
     near = difflib.get_close_matches(word[:100], names, n=1, cutoff=0.6)
     return f"Did you mean {near[0]}?" if near else f"Allowed here: {', '.join(names) or 'nothing'}."
 
 
 def enum_names(field: FieldDescriptor) -> list[str]:
-    """Names of an enum field's values that may be written: all but the one that means 'not set'."""
+    """Returns the names that may be written for an enum field: all but the one that means 'not set'."""
     return [value.name for value in field.enum_type.values if value.number != 0]
 
 
@@ -57,7 +57,7 @@ def quote(text: str) -> str:
 
 
 def kind_of(field: FieldDescriptor) -> str:
-    """Describes the values that a field takes."""
+    """Describes the values that a field accepts."""
     if field.message_type is not None:
         return f"{field.message_type.name} in braces"
     if field.enum_type is not None:
@@ -70,7 +70,7 @@ def kind_of(field: FieldDescriptor) -> str:
 
 
 def convert(field: FieldDescriptor, tokens: list[Token]) -> Any:
-    """Converts a scalar's tokens to a Python value; raises Mistake if they do not fit the field."""
+    """Converts the tokens of a scalar to a Python value; raises Mistake if they do not fit the field."""
     negative, last = tokens[0].text == "-", tokens[-1]
     given = "".join(token.text for token in tokens)
     mistake = Mistake(f"expected {kind_of(field)}, found {given}")
@@ -112,7 +112,7 @@ def _integer(field: FieldDescriptor, text: str, sign: int, given: str, mistake: 
     if not _INTEGER.match(text):
         raise mistake
     name, low, high = _RANGE[field.cpp_type]
-    # Python refuses to convert very long numbers, and any number of 99 digits is too large as well.
+    # Python refuses to convert very long numbers; the first 99 digits are enough, as they are too large, too.
     value = sign * int(text[:99])
     if not low <= value <= high:
         raise Mistake(f"{given} does not fit {name}; allowed is {low} to {high}")

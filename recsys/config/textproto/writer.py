@@ -1,4 +1,4 @@
-"""Writes a message as text that `parser` reads back as the same message, with a remark behind any field."""
+"""Writes a message as text that `parser` reads back as the same message, with remarks after fields."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def write(message: Message, remarks: Mapping[str, str] | None = None) -> str:
     """Writes every field that is set, one per line.
 
     Args:
-        remarks: comments behind fields, by a path such as `features[0].id.table`.
+        remarks: comments that follow fields, by a path such as `features[0].id.table`.
     """
     return "".join(f"{line}\n" for line in _lines(message, "", "", remarks or {}))
 

@@ -12,7 +12,7 @@ class ChannelEvents(NamedTuple):
     """The events of one channel.
 
     Attributes:
-        events: int64 [n], ascending places among all events of the batch.
+        events: int64 [n], ascending indices among all events of the batch.
         lengths: int64 [rows], events of each row.
     """
 
@@ -26,7 +26,7 @@ def select(
     """Selects the newest events of each row that belong to a channel.
 
     Args:
-        channel: the rule.
+        channel: the rule that selects events.
         actions: int64 [events], bitmask.
         watch_time: float32 [events], seconds.
         lengths: int64 [rows], events of each row, oldest first.

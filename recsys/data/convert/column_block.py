@@ -1,4 +1,4 @@
-"""Converted rows as numpy arrays, and functions that select and join them.
+"""Holds converted rows as numpy arrays, and selects and joins them.
 
 `converter` makes a `ColumnBlock` of each row group, `workers.reader` joins and shuffles a few of them, and
 `packer` makes batches of the result. Columns are flat: the values of all rows (side USER), all events
@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class FlatColumn(NamedTuple):
-    """A column as one array: one value per row, event or candidate. Integers are int32 where that is enough.
+    """A column as one array with one value per row, event or candidate. Integers are int32 if they fit.
 
     Attributes:
         side: pb.USER, pb.HISTORY or pb.CANDIDATE.
@@ -45,7 +45,7 @@ class ColumnBlock:
         lengths: by side (HISTORY, CANDIDATE), int64 [rows] number of elements.
         cut: by side, bool [rows], True if the file has more elements than were read.
         flat: columns by name.
-        keys: key columns as they stand in the file; None in training.
+        keys: key columns, unchanged from the file; None in training.
     """
 
     file: np.ndarray
@@ -59,11 +59,11 @@ class ColumnBlock:
 
     @cached_property
     def _starts(self) -> dict[int, np.ndarray]:
-        """Index of each row's first element, by side."""
+        """Returns the index of each row's first element, by side."""
         return {side: np.cumsum(lengths) - lengths for side, lengths in self.lengths.items()}
 
     def select(self, rows: np.ndarray | slice) -> "ColumnBlock":
-        """Selects rows, in this order; gives views for a slice, which must have a start and a stop."""
+        """Selects rows in the given order. A slice, which must have a start and a stop, gives views."""
         lengths = {side: lengths[rows] for side, lengths in self.lengths.items()}
         elements = {pb.USER: rows}
         for side, starts in self._starts.items():
@@ -127,12 +127,12 @@ def pick(column: FlatColumn, elements: np.ndarray | slice) -> FlatColumn:
 
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """Returns 0 and the running sums of counts: int64 [n + 1]."""
+    """Returns 0 followed by the running sums of counts, int64 [n + 1]."""
     return np.concatenate([[0], np.cumsum(counts)])
 
 
 def flat_indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | slice:
-    """Lists the indices of runs of elements; a slice if the runs are adjacent, which needs no copy."""
+    """Returns the indices of runs of elements, or a slice, which needs no copy, if the runs are adjacent."""
     if len(starts) == 0:
         return slice(0, 0)
     if (starts[1:] == starts[:-1] + lengths[:-1]).all():
@@ -155,7 +155,7 @@ def _join_columns(
     }
     # One large allocation costs the system less than many small ones.
     memory, start, joined = np.empty(sum(sizes.values()), np.uint8), 0, {}
-    # Column by column, as one column fits into the processor's cache.
+    # Column by column, because one column fits into the processor's cache.
     for name, arrays in parts.items():
         out = memory[start : start + counts[name] * types[name].itemsize].view(types[name])
         start += sizes[name]

@@ -36,17 +36,17 @@ Mapping = Vocabulary | HashBuckets | Buckets
 """Maps original values to rows of a table."""
 
 _UNKNOWN, _LENGTH = 3, 5
-"""Hash streams that draw unknown ids and subsampled events; 1 and 2 are the plan's, 4 the negatives'."""
+"""Hash streams of unknown ids and of subsampled events. The plan uses streams 1 and 2, negatives 4."""
 
 _INT32 = np.iinfo(np.int32)
 
 
 class Origin(NamedTuple):
-    """The place of a table in its source.
+    """The location of a table in its source.
 
     Attributes:
         file: index of its file in the source.
-        first_row: the file's row that the table begins with.
+        first_row: row of the file at which the table begins.
         path: the file's name, for errors.
         epoch: number of the epoch; with `train.seed` it decides which ids become unknown in training.
     """
@@ -58,7 +58,8 @@ class Origin(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """The elements of each row that are kept: lengths[i] from starts[i] on; cut[i] if the file has more."""
+    """The kept elements of each row: lengths[i] elements starting at starts[i]; cut[i] is True if the file
+    has more."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -66,12 +67,12 @@ class _Spans(NamedTuple):
 
 
 class Converter:
-    """Applies one config to tables.
+    """Checks and converts tables by the rules of one config.
 
     Args:
         pipeline: resolved.
-        rule: how rows become sequences; where candidates are tokens, a row must fit into `model.max_seq_len`.
-        table_mappings: the mapping of each table, as `vocabulary.mappings` reads them.
+        rule: how rows become sequences; if candidates are tokens, a row must fit into `model.max_seq_len`.
+        table_mappings: the mapping of each embedding table, as `vocabulary.mappings` reads them.
         mode: purpose of the rows.
     """
 
@@ -96,7 +97,7 @@ class Converter:
         """Reads the vocabularies.
 
         Raises:
-            DataError: a vocabulary that cannot be used.
+            DataError: a vocabulary cannot be used.
         """
         return cls(pipeline, rule, mappings(pipeline), mode=mode)
 
@@ -105,11 +106,11 @@ class Converter:
 
         Args:
             table: the columns of `contract.needed_columns`, of types that `contract.check_schema` accepted.
-            origin: place of the table in its source.
-            duplicates: the repeated rows of the source; None looks for some within the table.
+            origin: location of the table in its source.
+            duplicates: the repeated rows of the source; None searches for repeated rows within the table.
 
         Raises:
-            DataError: a bad row, unless the policy is to leave them out.
+            DataError: a row is bad, unless the policy is to leave bad rows out.
         """
         cells = self._cells(table)
         findings = self._check(table, cells)
@@ -162,7 +163,8 @@ class Converter:
             if side != pb.USER:
                 row_checks.check_ragged(findings, values, first.setdefault(side, values))
         for column in self._columns:
-            # Tasks may share a column, and weights be a label; `cells` has it with the last of these tasks.
+            # Tasks may share a column, and a label may serve as weights. `cells` holds such a column only
+            # once, with the last of its uses, so check the others here.
             if column.kind in (Kind.LABEL, Kind.WEIGHT) and cells[column.name].column is not column:
                 shared = cells[column.name]
                 row_checks.check_meaning(findings, ColumnValues(column, shared.lists, shared.values))
@@ -193,7 +195,7 @@ class Converter:
     ) -> None:
         data = self.pipeline.data
         events = np.minimum(num_events, data.max_history_len)
-        # Predictions need a score for each candidate, so they cut none.
+        # Prediction must return a score for every candidate, so it cuts none.
         cut = data.HasField("max_candidates") and self.mode != "predict"
         if data.HasField("max_candidates"):
             limits, setting = (
@@ -217,7 +219,7 @@ class Converter:
         )
 
     def _spans(self, cells: dict[str, ColumnValues], num_rows: int) -> dict[int, _Spans]:
-        """Finds the elements that are kept of each row's lists."""
+        """Returns the elements of each row's lists that are kept."""
         data = self.pipeline.data
         events, candidates = cells[UIH_TIMESTAMPS].lists[0], _candidates(cells)
         kept = np.minimum(events.lengths, data.max_history_len)
@@ -256,7 +258,7 @@ class Converter:
         timestamps: np.ndarray,
         rows: np.ndarray,
     ) -> None:
-        """Leaves out some of the events that are kept of the histories."""
+        """Subsamples the kept events of long histories."""
         data, span, events = self.pipeline.data, spans[pb.HISTORY], kept[pb.HISTORY]
         drawn = subsample(
             data.stochastic_length, data.max_history_len, span.lengths, timestamps[events], rows
@@ -266,7 +268,7 @@ class Converter:
         spans[pb.HISTORY] = span._replace(lengths=drawn.lengths)
 
     def _draws(self, stream: int, origin: Origin, rows: np.ndarray) -> np.ndarray:
-        """Hashes rows, given by their places in the table, for one purpose: uint64."""
+        """Hashes rows of the table for one purpose, which `stream` identifies; uint64."""
         return combine(self.pipeline.train.seed, origin.epoch, stream, origin.file, origin.first_row + rows)
 
     def _group(self, table: pa.Table) -> np.ndarray:
@@ -277,7 +279,7 @@ class Converter:
 
 
 def cells_of(table: pa.Table, column: FileColumn) -> ColumnValues:
-    """Takes the values of one column of a table, with the lists around them."""
+    """Extracts the values of one column of a table, with the lists around them."""
     array, lists = one_array(table[column.name]), ()
     for _ in range(column.depth):
         lists = (*lists, Lists.of(array))
@@ -290,7 +292,7 @@ def to_flat(cells: ColumnValues, mapping: Mapping | None) -> FlatColumn:
 
     Args:
         cells: the values of one column.
-        mapping: the mapping of its table; None for a column without one.
+        mapping: the mapping of the column's embedding table; None for a column without a table.
     """
     column, values = cells.column, cells.values
     offsets = cells.lists[-1].offsets if column.multi_valued else None
@@ -325,7 +327,7 @@ def _unknown_rates(columns: list[FileColumn]) -> dict[str, float]:
 
 
 def _spread(values: np.ndarray, good: np.ndarray) -> np.ndarray:
-    """Puts the values of the good rows in their places among all rows, with zeros for the others."""
+    """Scatters the values of the good rows over all rows, with zeros for bad rows."""
     if len(values) == len(good):
         return values
     spread = np.zeros(len(good), values.dtype)
@@ -342,7 +344,7 @@ def _spread_user(column: FlatColumn, good: np.ndarray) -> FlatColumn:
 
 
 def _plain(values: pa.Array) -> pa.Array:
-    """Casts types that numpy does not take: dictionaries, half floats, nulls of an empty column."""
+    """Casts types that numpy does not accept: dictionaries, half floats, null type."""
     if pa.types.is_dictionary(values.type):
         return values.dictionary_decode()
     if pa.types.is_float16(values.type):

@@ -1,7 +1,7 @@
-"""Features of the items that a model searches, by row of the item table, read from `data.item_file`.
+"""Reads the features of the items that a model searches from `data.item_file`, by row of the item table.
 
-The collator takes the features of a batch's negatives from it, for the item encoder; a package converts new
-items the same way.
+The collator looks up the features of a batch's negatives here, for the item encoder. A package converts new
+items with the same functions.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class ItemCatalogue:
     """The features of all items.
 
     Args:
-        columns: each feature's values in the order of the item table's rows, by batch column.
+        columns: the values of each feature in the order of the item table's rows, by batch column.
     """
 
     def __init__(self, columns: dict[str, FlatColumn]) -> None:
@@ -45,7 +45,7 @@ class ItemCatalogue:
         """Reads `data.item_file` of a resolved pipeline whose model searches items and has features of them.
 
         Raises:
-            DataError: a file that is missing, broken, or lacks a column or an item.
+            DataError: the file is missing, broken, or lacks a column or an item.
         """
         path, table_mappings = pipeline.data.item_file, mappings(pipeline)
         item = features.searched_item(pipeline)
@@ -54,7 +54,7 @@ class ItemCatalogue:
         vocabulary = table_mappings[item.id.table]
         rows = _rows_of(table, item, vocabulary, path)
         columns = convert(pipeline, table, table_mappings, path)
-        # Row 0 of the item table stands for unknown items, which have no features; no batch asks for it.
+        # Row 0 of the item table stands for unknown items, which have no features; no batch looks it up.
         place = np.zeros(len(vocabulary) + 1, np.int64)
         place[rows] = np.arange(len(rows))
         return cls({name: pick(column, place) for name, column in columns.items()})
@@ -65,10 +65,10 @@ class ItemCatalogue:
 
 
 def fingerprint(pipeline: pb.Pipeline) -> str | None:
-    """Returns the SHA-256 of the file that describes the items; None if the model reads none.
+    """Returns the SHA-256 of the item file, or None if the model reads no item file.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     path = pipeline.data.item_file
     if not features.columns(pipeline, pb.ITEM):
@@ -83,16 +83,16 @@ def fingerprint(pipeline: pb.Pipeline) -> str | None:
 def convert(
     pipeline: pb.Pipeline, table: pa.Table, table_mappings: Mapping[str, Any], path: str
 ) -> dict[str, FlatColumn]:
-    """Converts the features of side ITEM of a table of items: a column in its order, by batch column.
+    """Converts the features of side ITEM of a table of items, in the order of its rows, by batch column.
 
     Args:
         pipeline: resolved.
-        table: has a column under the name of each such feature.
-        table_mappings: the mapping of each table, as `vocabulary.mappings` reads them.
-        path: what errors call the table.
+        table: a row for each item, with a column under the name of each such feature.
+        table_mappings: the mapping of each embedding table, as `vocabulary.mappings` reads them.
+        path: name of the table in errors.
 
     Raises:
-        DataError: a column that is missing or of a wrong type, or a value that breaks the contract of rows.
+        DataError: a column is missing or has a wrong type, or a value breaks the contract of rows.
     """
     columns = features.columns(pipeline, pb.ITEM)
     in_file = [_file_column(column) for column in columns]
@@ -116,7 +116,7 @@ def _tensor_type(values: np.ndarray) -> np.ndarray:
 
 
 def occurrences(vocabulary: Vocabulary, path: str) -> np.ndarray:
-    """Reads how often each id of a vocabulary occurs in training: float64 [rows of its table], 0 for row 0.
+    """Reads the training occurrences of each id of a vocabulary, float64 [rows of its table], 0 for row 0.
 
     Raises:
         DataError: the file has no column `count`.
@@ -150,15 +150,15 @@ def _read(path: str, wanted: list[str], what: str = "data.item_file", remedy: st
 
 
 def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array:
-    """Takes the original ids of the items of a table.
+    """Returns the original ids of the items of a table.
 
     Args:
-        table: has a column under the name of the feature.
-        item: the feature that the items are.
-        path: what errors call the table.
+        table: a row for each item, with a column under the name of the feature.
+        item: the feature that identifies items.
+        path: name of the table in errors.
 
     Raises:
-        DataError: no such column, one of another type, or nulls in it.
+        DataError: the column is missing, has a wrong type, or has nulls.
     """
     check_columns(table.schema, [FileColumn(item.name, pb.USER, Kind.ID, feature=item)], path)
     ids = one_array(table[item.name])
@@ -170,10 +170,10 @@ def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array
 
 
 def _rows_of(table: pa.Table, item: pb.Feature, vocabulary: Vocabulary, path: str) -> np.ndarray:
-    """Finds the row of the item table for each row of the file; 0 for items that are not in the catalogue.
+    """Returns the row of the item table of each row of the file, 0 for items that are not in the catalogue.
 
     Raises:
-        DataError: an item of the catalogue is missing or there twice.
+        DataError: an item of the catalogue is missing or occurs twice.
     """
     rows = vocabulary.map(item_ids(table, item, path))
     times = np.bincount(rows, minlength=vocabulary.rows)[1:]

@@ -1,8 +1,8 @@
 """Makes the arrays of one batch from a block of converted rows.
 
-Runs in the reader processes; `collator` makes a `Batch` of the arrays in the training process. A row that was
-left out stays in its batch as a filler row (no events, no candidates, weight 0), so a batch has all rows of
-its plan.
+This runs in the reader processes; `collator` turns the arrays into a `Batch` in the training process. A row
+that was left out stays in its batch as a filler row (no events, no candidates, weight 0), so a batch always
+has as many rows as the plan says.
 """
 
 from collections import Counter
@@ -33,12 +33,12 @@ from recsys.data.schema.layout_rule import LayoutRule
 
 @dataclass
 class BatchArrays:
-    """One batch as numpy arrays; fields as in `Batch`.
+    """One batch as numpy arrays. The fields have the meaning that `Batch` gives them.
 
-    `id_values` and `id_lengths` go column by column, in the order of `features.columns`. `counts` are the
-    numbers of rows that were left out, by reason (row_checks.REASONS), of rows that were cut
-    (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES), and of repeated targets (REPEATED_TARGETS). `channel_lengths`
-    are int64 [rows], events of each row in a channel.
+    `id_values` and `id_lengths` hold one column after the other, in the order of `features.columns`. `counts`
+    holds the numbers of rows left out, by reason (row_checks.REASONS), of rows cut (TRUNCATED_HISTORY,
+    TRUNCATED_CANDIDATES), and of repeated targets (REPEATED_TARGETS). `channel_lengths` holds, by channel,
+    the number of events of each row, int64 [rows].
     """
 
     uih_lengths: np.ndarray
@@ -69,16 +69,16 @@ class BatchArrays:
 
 _ALIGNMENT = 64
 _SENT_AS = {np.dtype(np.int32): np.dtype(np.int64)}
-"""Types that change on the way: integer tensors are int64."""
+"""Types that packing converts: integer tensors are int64."""
 
 
 class Packed(NamedTuple):
-    """`BatchArrays` in one buffer, as a pipe between processes is slow with many small objects.
+    """`BatchArrays` in one buffer, because a pipe between processes is slow with many small objects.
 
     Attributes:
         buffer: uint8, all arrays one after the other. Between processes `workers` may put a `Slot` of shared
             memory in its place.
-        layout: field, key (if the field is a dict), dtype, first byte and number of bytes of each array.
+        layout: for each array its field, key (if the field is a dict), dtype, first byte and number of bytes.
         others: the fields without arrays.
     """
 
@@ -114,15 +114,15 @@ class Packer:
         self._target = None if item is None else features.PREFIX[pb.CANDIDATE] + item
 
     def pack(self, block: ColumnBlock) -> BatchArrays:
-        """Makes the arrays of a batch of all rows of a block, in new memory."""
+        """Makes a batch of all rows of a block, in new memory."""
         return self.packed(block).arrays()
 
     def packed(self, block: ColumnBlock, allocate: Callable[[int], np.ndarray] = allocate_bytes) -> Packed:
-        """Makes the same arrays in one buffer, a uint8 array that `allocate` gives for a number of bytes."""
+        """Makes the arrays of `pack` in one buffer: `allocate` returns a uint8 array of a number of bytes."""
         return _packed(self._pieces(block), allocate)
 
     def _pieces(self, block: ColumnBlock) -> dict[str, Any]:
-        """Makes the fields of `BatchArrays`, with integers as they are and lists of arrays to be joined."""
+        """Makes the fields of `BatchArrays` before integers are cast and lists of arrays are joined."""
         num_rows, flat = len(block.row), block.flat
         lengths = {pb.USER: np.ones(num_rows, np.int64), **block.lengths}
         ids = [_ids(column, flat, lengths[column.side]) for column in self._columns if column.table]
@@ -172,7 +172,7 @@ class Packer:
             "group": block.group,
             "file": block.file,
             "row": block.row,
-            # A slice would be sent to the other process with its whole table.
+            # Copied, because a slice would be sent to the other process with its whole table.
             "keys": block.keys.take(pa.array(np.arange(num_rows))) if block.keys is not None else None,
             "counts": _count(block, repeated),
         }
@@ -180,7 +180,7 @@ class Packer:
     def _repeated(
         self, flat: dict[str, FlatColumn], seen: np.ndarray, seen_lengths: np.ndarray, num_targets: np.ndarray
     ) -> np.ndarray:
-        """Marks the targets that their row has seen, bool [candidates]."""
+        """Marks the targets that are among their row's seen items, bool [candidates]."""
         if not len(seen) or self._target not in flat:
             return np.zeros(num_targets.sum(), bool)
         target = flat[self._target].values.astype(np.int64)
@@ -231,14 +231,14 @@ def _packed(pieces: dict[str, Any], allocate: Callable[[int], np.ndarray]) -> Pa
 
 
 def _events(flat: dict[str, FlatColumn], name: str, dtype: type) -> np.ndarray:
-    """Returns a column of events; zeros if the config does not read it."""
+    """Returns a column of events, or zeros if the config does not read it."""
     return flat[name].values if name in flat else np.zeros(len(flat[UIH_TIMESTAMPS].values), dtype)
 
 
 def _ids(
     column: features.Column, flat: dict[str, FlatColumn], elements: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the table rows of one column, and how many of them each row of the batch has.
+    """Returns the table rows of one column, and the number of them in each row of the batch.
 
     Args:
         column: an embedded column.
@@ -252,12 +252,12 @@ def _ids(
 
 
 def _get(flat: dict[str, FlatColumn], column: features.Column, dtype: type) -> FlatColumn:
-    # A model may read candidates for evaluation only.
+    # A model may read candidates only for evaluation; in training it then has no such columns.
     return flat.get(column.name, FlatColumn(column.side, np.empty(0, dtype), np.zeros(1, np.int64)))
 
 
 def _labels(task: pb.Task, values: np.ndarray) -> np.ndarray:
-    """Takes the float32 labels of a task from its column, which may be a bit mask."""
+    """Returns the float32 labels of a task from its column, which may be a bit mask."""
     if not task.label_bits:
         return values
     mask = sum(1 << bit for bit in set(task.label_bits))
@@ -265,7 +265,7 @@ def _labels(task: pb.Task, values: np.ndarray) -> np.ndarray:
 
 
 def _seen(flat: dict[str, FlatColumn], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the items that the rows have seen, and how many each row has; none if they are not removed."""
+    """Returns the seen items of all rows and their number in each row; empty if none are removed."""
     if features.SEEN not in flat:
         return np.empty(0, np.int64), np.zeros(num_rows, np.int64)
     _, values, offsets = flat[features.SEEN]

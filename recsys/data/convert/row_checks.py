@@ -1,7 +1,7 @@
-"""Checks of the contract of a row, over all rows of a table at once.
+"""Checks that rows keep their contract, over all rows of a table at once.
 
 Each check adds the rows that break it to `RowFindings`, with a reason, by which they are counted, and a
-sentence, which is only made for the first one. `schema.contract` checks the columns and types of a whole
+sentence, which is only written for the first one. `schema.contract` checks the columns and types of a whole
 file.
 """
 
@@ -35,7 +35,7 @@ REASONS = (
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 _LATEST_TIME = 100_000_000_000
-"""Seconds since 1970 (year 5138). Milliseconds of any day since 1973 are larger."""
+"""Latest time in seconds since 1970 (year 5138). Times in milliseconds are larger since 1973."""
 
 
 class RowFindings:
@@ -51,8 +51,8 @@ class RowFindings:
 
         Args:
             reason: one of REASONS.
-            rows: row numbers within the table, ascending, may repeat.
-            sentence: called with an index into `rows`, says what is wrong there.
+            rows: row numbers within the table, ascending; may repeat.
+            sentence: called with an index into `rows`; describes the fault of that row.
         """
         if len(rows) == 0:
             return
@@ -65,8 +65,8 @@ class RowFindings:
         """Raises a DataError about the first bad row, if there is one.
 
         Args:
-            file: what the error calls the file.
-            first_row: the file's row that the table begins with, counted from 0.
+            file: name of the file in the error.
+            first_row: row of the file at which the table begins, counted from 0.
             skippable: True if `data.bad_rows` could leave such rows out.
         """
         if self._first is None:
@@ -98,11 +98,11 @@ class Lists:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows], number of values of each row."""
+        """Number of values of each row, int64 [rows]."""
         return np.diff(self.offsets)
 
     def rows_of(self, places: np.ndarray) -> np.ndarray:
-        """Finds the rows of the values at flat `places`."""
+        """Returns the rows of the values at the flat indices `places`."""
         return np.searchsorted(self.offsets, places, side="right") - 1
 
 
@@ -115,20 +115,20 @@ class ColumnValues:
         self.values = values
 
     def rows(self, places: np.ndarray) -> np.ndarray:
-        """Finds the rows of the table for flat places of the innermost values."""
+        """Returns the rows of the table for flat indices of the innermost values."""
         for level in reversed(self.lists):
             places = level.rows_of(places)
         return places
 
     def row_offsets(self, num_rows: int) -> np.ndarray:
-        """Returns where each row's innermost values begin, and the end of the last: int64 [num_rows + 1]."""
+        """Returns the starts of each row's innermost values, then the last end, int64 [num_rows + 1]."""
         offsets = np.arange(num_rows + 1)
         for level in self.lists:
             offsets = level.offsets[offsets]
         return offsets
 
     def name(self, place: int) -> str:
-        """Names a value by its column and its place in the row's lists: `uih_item_id[3]`."""
+        """Names a value by its column and its index in the row's lists: `uih_item_id[3]`."""
         index = ""
         for level in reversed(self.lists):
             row = int(level.rows_of(np.asarray([place]))[0])
@@ -137,7 +137,8 @@ class ColumnValues:
         return self.column.name + index
 
     def report(self, findings: RowFindings, reason: str, places: np.ndarray, what: str) -> None:
-        """Adds the rows of flat `places` to the findings; the sentence `what` may contain {value}."""
+        """Adds the rows of the flat indices `places` to the findings; `what`, a sentence, may contain
+        {value}."""
 
         def sentence(i: int) -> str:
             place = int(places[i])
@@ -162,7 +163,7 @@ def check_nulls(findings: RowFindings, cells: ColumnValues, array: pa.Array) -> 
 
 
 def _instead_of_null(column: FileColumn) -> str:
-    """Words how a missing value is written instead of a null; the end of a sentence."""
+    """Returns the end of a sentence that says how to write a missing value instead of a null."""
     if column.kind is Kind.ID:
         return "; what is not known is an id that the vocabulary has not, such as an empty text"
     return "; numeric.fill of the feature gives nulls a value" if column.kind is Kind.NUMBER else ""
@@ -274,7 +275,7 @@ def check_keys(findings: RowFindings, keys: pa.Table) -> None:
 def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
     """Reports equal rows in a table of key columns and request times.
 
-    `plan.duplicates` finds those that are in different tables.
+    `plan.duplicates` finds repeated rows in different tables.
     """
     hashes, complete_rows = hash_keys(keys)
     _, first, place = np.unique(hashes[complete_rows], return_index=True, return_inverse=True)
@@ -289,7 +290,7 @@ def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
 
 
 def has_fill(column: FileColumn) -> bool:
-    """True if nulls of this column are replaced by a value."""
+    """Returns whether nulls of this column are replaced by a value."""
     return column.kind is Kind.NUMBER and column.feature.numeric.HasField("fill")
 
 
@@ -357,5 +358,5 @@ def _largest(column: FileColumn) -> float:
 
 
 def _true(mask: pa.Array) -> np.ndarray:
-    """Lists the places that are True; nulls count as False."""
+    """Returns the indices that are True; nulls count as False."""
     return np.flatnonzero(pc.fill_null(mask, False).to_numpy(zero_copy_only=False))

@@ -1,8 +1,8 @@
-"""Stochastic length: subsamples long histories in training, as the cost of attention grows with their square.
+"""Subsamples long histories in training (stochastic length), as attention costs the square of their length.
 
 Let N = `data.max_history_len` and L = floor(N^(alpha / 2)). A history of n <= L events is kept whole. A
-longer one is kept whole with probability N^alpha / n^2; else L of its events are kept. Attention then costs
-about N^alpha per history instead of N^2. Evaluation and prediction read all events.
+longer history is kept whole with probability N^alpha / n^2; else L of its events are kept. Attention then
+costs about N^alpha per history instead of N^2. Evaluation and prediction read all events.
 
 Source: Zhai et al., arXiv 2402.17152, section 3.2 and the appendix on subsequence selection.
 """
@@ -16,15 +16,15 @@ from recsys.data.convert.column_block import offsets_of
 from recsys.data.hashing import combine, uniform
 
 _SMALLEST_WEIGHT = 1e-300
-"""Replaces weights of 0: such an event is the last to be drawn, not impossible to draw."""
+"""Replaces weights of 0, so that such an event is drawn last but can be drawn."""
 
 
 class KeptEvents(NamedTuple):
-    """The events that are left of histories.
+    """The events of histories that are kept.
 
     Attributes:
-        places: int64, ascending, indices of these events among all.
-        lengths: int64 [rows], number of these events in each row.
+        places: int64, ascending indices of the kept events among all events.
+        lengths: int64 [rows], number of kept events in each row.
     """
 
     places: np.ndarray
@@ -43,14 +43,14 @@ def subsample(
     timestamps: np.ndarray,
     rows: np.ndarray,
 ) -> KeptEvents:
-    """Draws the events that are kept.
+    """Draws the events to keep.
 
     Args:
         config: alpha, and how events are selected.
         max_history_len: N; no history is longer.
         lengths: int64 [rows], events of each row.
         timestamps: int64 [sum of lengths], seconds, oldest first in each row.
-        rows: uint64 [rows], a hash of each row and the epoch, from which all randomness comes.
+        rows: uint64 [rows], a hash of each row and the epoch, which decides all draws.
     """
     max_len = limit(config, max_history_len)
     whole = max_history_len**config.alpha / np.maximum(lengths, 1).astype(np.float64) ** 2
@@ -59,12 +59,12 @@ def subsample(
     ends = np.cumsum(lengths)
     starts = ends - lengths
     counts = lengths[subsampled]
-    # For each event of the subsampled rows: its row, its place in the row, and its index among all events.
+    # For each event of the subsampled rows: its row, its index in the row, and its index among all events.
     row = np.repeat(np.arange(len(subsampled)), counts)
     place = np.arange(len(row)) - np.repeat(offsets_of(counts)[:-1], counts)
     event = starts[subsampled][row] + place
     keys = _keys(config, row, place, timestamps[event], rows[subsampled], counts)
-    # Ranked within each row by key, the largest first.
+    # Sorted by key within each row, the largest first.
     order = np.lexsort((-keys, row))
     keep[event[order]] = place < max_len
     left = lengths.copy()
@@ -82,8 +82,8 @@ def _keys(
 ) -> np.ndarray:
     """Draws a float64 key for each event; the events with the largest keys of a row are kept.
 
-    The events with the largest log(u) / w, u uniform, are a draw without replacement with weights w
-    (Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006).
+    With u uniform, the events with the largest log(u) / w are a weighted draw without replacement with
+    weights w (Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006).
     """
     if config.selection == pb.StochasticLength.NEWEST:
         return place.astype(np.float64)

@@ -1,1 +1,1 @@
-"""The order of an epoch: which rows make up which batch, on which rank."""
+"""Plans an epoch: decides which rows make up which batch, and which rank reads it."""

@@ -1,8 +1,8 @@
 """Finds rows of a split that repeat the key and request time of an earlier row, in any row group or file.
 
-The search runs once, when the split is opened, and reads only these columns. Rows are compared by a 64-bit
-hash; only the few whose hash occurs twice are compared by value. Rows are numbered through all files of the
-source.
+The search runs once, when the split is opened, and reads only the key and time columns. Rows are compared by
+a 64-bit hash; only rows whose hash occurs more than once are compared by value. Rows are numbered
+consecutively through all files of the source.
 """
 
 import copy
@@ -21,10 +21,10 @@ from recsys.data.sources import RowGroup, Source
 from recsys.errors import DataError
 
 _HASHES = 1 << 25
-"""Most hashes in memory at a time, 256 MiB; a source of more rows is read several times."""
+"""Most hashes in memory at a time (256 MiB); a source with more rows is read several times."""
 
 _TABLES = 16
-"""Row groups whose keys are kept for comparisons."""
+"""Number of row groups whose keys are kept in memory for comparisons."""
 
 MANY = 1000
 """Stop counting duplicates here."""
@@ -37,7 +37,7 @@ class Duplicates(NamedTuple):
 
     Attributes:
         rows: int64 [n], ascending, numbered through all files.
-        firsts: int64 [n], the row that each of them repeats.
+        firsts: int64 [n], the earlier row that each repeated row repeats.
         ends: int64 [files], number of rows up to the end of each file.
         paths: addresses of the files.
     """
@@ -48,35 +48,35 @@ class Duplicates(NamedTuple):
     paths: list[str]
 
     def of_table(self, file: int, first_row: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the repeated rows in a table of `num_rows` rows of a file, from row `first_row` on.
+        """Finds the repeated rows in a table that has `num_rows` rows of a file, starting at row `first_row`.
 
         Returns:
-            int64 [n] twice: rows of the table, and their places in `rows`.
+            Row numbers within the table, int64 [n], and their indices in `rows`, int64 [n].
         """
         start = first_row + (int(self.ends[file - 1]) if file else 0)
         low, high = np.searchsorted(self.rows, [start, start + num_rows])
         return self.rows[low:high] - start, np.arange(low, high)
 
     def first(self, place: int) -> str:
-        """Names the row that rows[place] repeats: `FILE, row ROW`."""
+        """Names the earlier row that rows[place] repeats, as `FILE, row ROW`."""
         return self.name(int(self.firsts[place]))
 
     def name(self, row: int) -> str:
-        """Names a row that is numbered through all files: `FILE, row ROW`."""
+        """Names a row that is numbered through all files, as `FILE, row ROW`."""
         file = int(np.searchsorted(self.ends, row, side="right"))
         return f"{self.paths[file]}, row {row - (int(self.ends[file - 1]) if file else 0)}"
 
 
 def find_duplicates(source: Source, pipeline: pb.Pipeline) -> Duplicates | None:
-    """Finds the rows that repeat the key columns and request time of another one.
+    """Finds the rows that repeat the key columns and request time of an earlier row.
 
     Returns:
-        None if there is nothing to search: the config names no key, rows are synthetic, or
-        `data.find_duplicates` is off.
+        The repeated rows, or None if there is nothing to search: the config names no key, rows are synthetic,
+        or `data.find_duplicates` is off.
 
     Raises:
-        DataError: there is one and bad rows may not be left out, there are more than may be left out, or a
-            file is broken.
+        DataError: a row is repeated and bad rows may not be left out, more rows are repeated than may be left
+            out, or a file is broken.
     """
     data = pipeline.data
     if not data.key_columns or not data.find_duplicates or source.unique_keys:
@@ -101,7 +101,7 @@ def find_duplicates(source: Source, pipeline: pb.Pipeline) -> Duplicates | None:
 
 
 def count_repeated(source: Source, names: list[str]) -> int:
-    """Counts the rows that repeat an earlier one's values in some columns; stops at MANY.
+    """Counts the rows that repeat an earlier row's values in the columns `names`; stops at MANY.
 
     Raises:
         DataError: a file is broken.
@@ -110,11 +110,11 @@ def count_repeated(source: Source, names: list[str]) -> int:
 
 
 class _Search:
-    """Finds the first `limit` repeated rows of a source, by some columns."""
+    """Finds the first `limit` rows of a source that repeat an earlier row's values in the columns `names`."""
 
     def __init__(self, source: Source, names: list[str], limit: int) -> None:
         self.limit = limit
-        # The files that a copy opens are closed when it goes.
+        # A copy, so that the files that it opens are closed when it is garbage-collected.
         self._source = copy.copy(source)
         self._names = names
         self._groups = source.row_groups
@@ -122,7 +122,7 @@ class _Search:
         self._tables: Lru[pa.Table] = Lru(_TABLES)
 
     def run(self) -> Duplicates:
-        """Searches the hashes part by part, so that those of a part fit into memory."""
+        """Searches one part of the hashes at a time, so that the hashes of a part fit into memory."""
         num_parts = -(-int(self._starts[-1]) // _HASHES)
         pairs = sorted(pair for part in range(num_parts) for pair in self._search_part(part, num_parts))
         pairs = np.asarray(pairs[: self.limit], np.int64).reshape(-1, 2)
@@ -130,13 +130,13 @@ class _Search:
         return Duplicates(pairs[:, 0], pairs[:, 1], ends, [file.path for file in self._source.files])
 
     def key(self, row: int) -> dict:
-        """Reads the key of a row: column -> value."""
+        """Reads the key of a row, as a dict from column to value."""
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
         table = self._tables.get(group, lambda: self._read(self._groups[group]))
         return table.slice(row - int(self._starts[group]), 1).to_pylist()[0]
 
     def _search_part(self, part: int, num_parts: int) -> list[tuple[int, int]]:
-        """Finds the first repeated rows in one part of all hashes, as pairs (row, row that it repeats)."""
+        """Finds the first repeated rows in one part of all hashes, as pairs (row, earlier row)."""
         twice = self._hashes_that_come_twice(part, num_parts)
         first = np.full(len(twice), _NO_ROW)
         further_firsts: dict[int, list[int]] = {}
@@ -165,8 +165,9 @@ class _Search:
         return pairs
 
     def _hashes_that_come_twice(self, part: int, num_parts: int) -> np.ndarray:
-        """Returns the hashes of one part that occur more than once: uint64, ascending."""
-        # Parts are nearly equal, unless a few keys fill very many rows, and these fold into one hash each.
+        """Returns the hashes of one part that occur more than once, uint64, ascending."""
+        # Parts have nearly equal sizes unless a few keys fill very many rows, which `_fold` reduces to one
+        # hash each.
         expected = int(1.02 * self._starts[-1] / num_parts) + 1
         held, filled = np.empty(expected, np.uint64), 0
         twice = np.empty(0, np.uint64)
@@ -181,7 +182,7 @@ class _Search:
         return np.union1d(twice, _fold(held[:filled])[1])
 
     def _rows(self, part: int, num_parts: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields for each row group the rows whose hash is in one part of all hashes, and these hashes."""
+        """Yields, for each row group, the rows whose hash is in the given part, and their hashes."""
         for group, start in zip(self._groups, self._starts.tolist(), strict=False):
             hashes, rows = hash_keys(self._read(group))
             if num_parts > 1:
@@ -193,7 +194,7 @@ class _Search:
 
 
 def _fold(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each hash once, and those that occur more often; both ascending. Sorts `hashes` in place."""
+    """Returns the distinct hashes and the repeated hashes, both ascending. Sorts `hashes` in place."""
     hashes.sort()
     new = np.ones(len(hashes), bool)
     new[1:] = hashes[1:] != hashes[:-1]

@@ -1,9 +1,9 @@
-"""The order of an epoch: the rows of batch k as a function of seed, epoch, row groups and three settings.
+"""Plans the order of an epoch: the rows of batch k as a function of seed, epoch, row groups and settings.
 
-It does not depend on ranks or reader processes, so a run that is resumed with other numbers of them goes on
-with the same batches. Row groups are dealt to lanes; the rows of a few row groups of a lane are mixed; lanes
-take turns. A reader that serves one lane out of n therefore reads one row group out of n, and decodes each
-of them once.
+The order does not depend on ranks or reader processes, so a run that is resumed with another number of them
+continues with the same batches. Row groups are dealt to lanes; the rows of a few row groups of a lane are
+mixed; lanes take turns. A reader that serves one lane out of n therefore reads one row group out of n, and
+decodes each of its row groups once.
 """
 
 import heapq
@@ -17,18 +17,18 @@ from recsys.data.hashing import combine
 from recsys.data.sources import RowGroup
 
 _GROUPS, _ROWS = 1, 2
-"""Hash streams that order row groups and rows."""
+"""Hash streams that shuffle row groups and rows."""
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """The settings that the order of rows depends on besides the files.
+    """The settings that decide, together with the files, the order of rows.
 
     Attributes:
-        batch_size: rows of a batch; the last batch of a lane may have fewer.
-        num_lanes: most independent streams; fewer are used when a lane would get fewer than
+        batch_size: rows per batch; the last batch of a lane may have fewer.
+        num_lanes: most independent streams; fewer are used if a lane would get fewer than
             `shuffle_row_groups` row groups.
-        shuffle_row_groups: row groups whose rows are mixed. Not used without `shuffle`.
+        shuffle_row_groups: number of row groups whose rows are mixed. Not used without `shuffle`.
         seed: seed of the shuffle.
         shuffle: False keeps the order of files and rows within each lane.
     """
@@ -41,7 +41,7 @@ class PlanSettings:
 
 
 class BlockSlice(NamedTuple):
-    """The rows start <= i < stop of a block."""
+    """A slice of a block: its rows i with start <= i < stop."""
 
     block: int
     start: int
@@ -49,11 +49,11 @@ class BlockSlice(NamedTuple):
 
 
 class PlanBlock(NamedTuple):
-    """Rows that are mixed with each other: row groups read one after the other, then put into another order.
+    """Row groups whose rows are mixed with each other: read in sequence, then permuted.
 
     Attributes:
-        groups: numbers of its row groups in the plan's list.
-        order: int64 permutation of their rows laid end to end, or None to leave them.
+        groups: indices of the row groups in the plan's list.
+        order: int64 permutation of the concatenated rows; None keeps their order.
     """
 
     groups: list[int]
@@ -61,7 +61,7 @@ class PlanBlock(NamedTuple):
 
 
 class EpochPlan:
-    """The batches of one epoch, each of one or more slices of blocks."""
+    """The batches of one epoch. Each batch consists of one or more slices of blocks."""
 
     def __init__(self, groups: list[RowGroup], settings: PlanSettings, epoch: int) -> None:
         self.groups = groups
@@ -74,7 +74,7 @@ class EpochPlan:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches of all ranks together."""
+        """Number of batches of the epoch, over all ranks."""
         return len(self._batch_lane)
 
     @property
@@ -83,7 +83,7 @@ class EpochPlan:
         return len(self._lanes)
 
     def batch(self, index: int) -> list[BlockSlice]:
-        """Finds the rows of batch `index`, 0 <= index < num_batches."""
+        """Returns the rows of batch `index`, 0 <= index < num_batches, as slices of blocks."""
         lane = self._lanes[int(self._batch_lane[index])]
         first = int(self._batch_place[index]) * self._settings.batch_size
         last = min(first + self._settings.batch_size, int(lane.starts[-1]))
@@ -96,7 +96,7 @@ class EpochPlan:
         return slices
 
     def block(self, number: int) -> PlanBlock:
-        """Returns block `number`, which a slice names."""
+        """Returns the block with the number `number`, as `BlockSlice.block` gives it."""
         lane = next(lane for lane in reversed(self._lanes) if lane.first_block <= number)
         members = lane.members[number - lane.first_block]
         if not self._settings.shuffle:
@@ -106,13 +106,13 @@ class EpochPlan:
         return PlanBlock(members, np.argsort(hashes, kind="stable"))
 
     def _deal(self) -> list["_Lane"]:
-        """Deals row groups to lanes, and to blocks in the order in which each lane reads them."""
+        """Deals row groups to lanes, and groups each lane's row groups into blocks in reading order."""
         numbers = np.asarray([i for i, group in enumerate(self.groups) if group.num_rows], np.int64)
         if self._settings.shuffle:
             order = np.argsort(combine(self._settings.seed, self._epoch, _GROUPS, numbers), kind="stable")
             numbers = numbers[order]
         dealt: list[list[int]] = [[] for _ in range(self._lane_count(len(numbers)))]
-        # The lane with the fewest rows is next, so that unequal row groups still fill lanes evenly.
+        # The next row group goes to the lane with the fewest rows, which fills lanes evenly.
         filled = [(0, lane) for lane in range(len(dealt))]
         for number in numbers.tolist():
             rows, lane = heapq.heappop(filled)
@@ -131,7 +131,8 @@ class EpochPlan:
         return self._settings.shuffle_row_groups if self._settings.shuffle else 1
 
     def _lane_count(self, num_groups: int) -> int:
-        # A divisor of num_lanes, so that readers which divide num_lanes still meet whole lanes.
+        # The count must divide num_lanes, so that a number of readers that divides num_lanes gets whole
+        # lanes.
         if num_groups == 0:
             return 0
         limit = max(1, num_groups // self._mixed)
@@ -143,12 +144,12 @@ class EpochPlan:
 
 
 class _Lane(NamedTuple):
-    """A stream of blocks.
+    """An independent stream of blocks.
 
     Attributes:
-        first_block: number of its first block.
+        first_block: number of the lane's first block.
         members: row groups of each block.
-        starts: int64 [blocks + 1], the row of the lane that each block begins with, and the end of the last.
+        starts: int64 [blocks + 1], the row of the lane at which each block begins, and the end of the last.
     """
 
     first_block: int
@@ -157,10 +158,10 @@ class _Lane(NamedTuple):
 
 
 def _take_turns(batches: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Orders batches round after round over the lanes that have batches left.
+    """Orders batches so that lanes with batches left take turns.
 
     Returns:
-        int64 [all batches] twice: lane of each batch, and its place within the lane.
+        The lane of each batch, int64 [batches], and its index within the lane, int64 [batches].
     """
     lane = np.concatenate([np.full(n, i, np.int64) for i, n in enumerate(batches)] or [np.empty(0, np.int64)])
     place = np.concatenate([np.arange(n, dtype=np.int64) for n in batches] or [np.empty(0, np.int64)])
@@ -169,7 +170,7 @@ def _take_turns(batches: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def resident_blocks(plan: EpochPlan, num_readers: int) -> int:
-    """Counts the blocks in use at a time by a reader that takes every num_readers-th batch."""
+    """Returns the number of blocks that a reader of every num_readers-th batch uses at a time."""
     lanes = plan.num_lanes // max(1, math.gcd(plan.num_lanes, num_readers))
-    # A batch on the border of two blocks needs both.
+    # One more, because a batch on the border of two blocks needs both.
     return lanes + 1

@@ -1,4 +1,4 @@
-"""The batches that a rank reads, epoch after epoch; reader processes follow it without importing torch."""
+"""Lists the batches that a rank reads, epoch after epoch. Reader processes use it, so it imports no torch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from recsys.data.plan.epoch import EpochPlan
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Yields (epoch, index) of a rank's batches, from batch `start` of `epoch` on, until an epoch has none
-    for it.
+    """Yields (epoch, index) of a rank's batches, starting at batch `start` of `epoch`, until an epoch has no
+    batch for the rank.
 
     Attributes:
-        plan: gives the plan of an epoch.
+        plan: returns the plan of an epoch.
         epoch: the first epoch.
         start: the first batch in it, over all ranks.
         rank: number of this rank.
@@ -37,5 +37,5 @@ class BatchSchedule:
 
 
 def batches_of_rank(plan: EpochPlan, start: int, rank: int, world_size: int) -> range:
-    """Lists a rank's batches of an epoch: every world_size-th one, from `start` + `rank` on."""
+    """Returns a rank's batches of an epoch: every world_size-th batch, starting at `start` + `rank`."""
     return range(start + rank, plan.num_batches, world_size)

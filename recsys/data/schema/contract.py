@@ -1,7 +1,7 @@
-"""The columns that a config reads from its event files, and the check of a file's schema against them.
+"""Lists the columns that a config reads from its event files, and checks a file's schema against them.
 
-One list of `FileColumn`s drives everything that knows about columns: which are read, what types they may
-have, which checks their values pass, where they go in a batch.
+One list of `FileColumn`s decides which columns are read, which types they may have, which checks apply to
+their values, and where the values go in a batch.
 """
 
 import difflib
@@ -25,7 +25,7 @@ Mode = Literal["train", "evaluate", "predict"]
 
 
 class Kind(Enum):
-    """The meaning of a column's values, which decides their type and their checks."""
+    """The meaning of a column's values, which decides their types and their checks."""
 
     ID = "id"
     NUMBER = "number"
@@ -39,16 +39,16 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class FileColumn:
-    """One column that is read.
+    """One column that is read from event files.
 
     Attributes:
-        name: its name in the file.
+        name: the column's name in the file.
         side: pb.USER (one value per row), pb.HISTORY or pb.CANDIDATE (one list per row).
-        kind: meaning of its values.
-        required: a file without it is refused.
-        multi_valued: each element is a list of values.
-        feature: the feature that it belongs to, if any.
-        task: the task whose label it is, if any.
+        kind: meaning of the values.
+        required: True if a file without the column is refused.
+        multi_valued: True if each element is a list of values.
+        feature: the feature that the column belongs to, if any.
+        task: the task whose labels the column holds, if any.
     """
 
     name: str
@@ -66,12 +66,12 @@ class FileColumn:
 
 
 def file_columns(pipeline: pb.Pipeline, mode: Mode) -> list[FileColumn]:
-    """Lists the columns that a config and its model read for `mode`, without key columns."""
+    """Returns the columns that a config and its model read for `mode`, without key columns."""
     model = model_of(pipeline)
     candidates = model.reads_candidates(mode)
     uih, candidate = features.PREFIX[pb.HISTORY], features.PREFIX[pb.CANDIDATE]
     wanted = [FileColumn(features.REQUEST_TIME, pb.USER, Kind.TIME)]
-    # Features first: what is said about lists of unequal length then compares with the items.
+    # Features come first, so that errors about lists of unequal length compare with the items.
     for column in features.columns(pipeline):
         if column.side != pb.CANDIDATE or candidates:
             kind = Kind.ID if column.feature.HasField("id") else Kind.NUMBER
@@ -98,18 +98,18 @@ def file_columns(pipeline: pb.Pipeline, mode: Mode) -> list[FileColumn]:
 
 
 def key_columns(pipeline: pb.Pipeline) -> list[str]:
-    """Lists the columns that identify a row and group rows; they are read unchanged."""
+    """Returns the columns that identify a row or group rows; they are read unchanged."""
     group = group_column(pipeline)
     return list(dict.fromkeys([*pipeline.data.key_columns, *([group] if group else [])]))
 
 
 def group_column(pipeline: pb.Pipeline) -> str | None:
-    """Returns the column that groups rows for per-user metrics; None when the config names no key at all."""
+    """Returns the column that groups rows for per-user metrics, or None if the config names no key at all."""
     return pipeline.data.group_column or None
 
 
 def needed_columns(pipeline: pb.Pipeline, mode: Mode, schema: pa.Schema) -> list[str]:
-    """Lists the names of the columns to read from files of this schema."""
+    """Returns the names of the columns to read from files with this schema."""
     present = set(schema.names)
     wanted = [column.name for column in file_columns(pipeline, mode)] + key_columns(pipeline)
     return [name for name in dict.fromkeys(wanted) if name in present]
@@ -119,7 +119,7 @@ def check_schema(schema: pa.Schema, pipeline: pb.Pipeline, mode: Mode, path: str
     """Compares the columns of one file with what the config reads.
 
     Raises:
-        DataError: every missing, doubled or wrongly typed column, one line each.
+        DataError: columns are missing, duplicated or have a wrong type; the message has one line for each.
     """
     findings = []
     for name in key_columns(pipeline):
@@ -128,7 +128,7 @@ def check_schema(schema: pa.Schema, pipeline: pb.Pipeline, mode: Mode, path: str
 
 
 def check_columns(schema: pa.Schema, wanted: list[FileColumn], path: str) -> None:
-    """Does what `check_schema` does, for a file with other columns than events have."""
+    """Compares the columns of one file with `wanted`, for files of any kind; raises like `check_schema`."""
     _raise(_findings(schema, wanted), schema, path)
 
 
@@ -151,10 +151,10 @@ def _raise(findings: list[str], schema: pa.Schema, path: str) -> None:
 def check_same_schema(
     schema: pa.Schema, path: str, first: pa.Schema, first_path: str, columns: list[str]
 ) -> None:
-    """Checks that a file has the types of the first one; pyarrow would cast or drop silently.
+    """Checks that a file has the same types as the first file; pyarrow would cast or drop values silently.
 
     Raises:
-        DataError: a column that differs from the first file's.
+        DataError: a column differs from the first file's.
     """
     for name in columns:
         if name not in schema.names:
@@ -170,7 +170,7 @@ def check_same_schema(
 
 
 def action_encoder(pipeline: pb.Pipeline) -> pb.ActionEncoder:
-    """Returns the message that says which actions the model's preprocessor reads; empty if it reads none."""
+    """Returns the preprocessor's action encoder message, which is empty if the model reads no actions."""
     preprocessor = model_of(pipeline).preprocessor
     action = None if preprocessor is None else choices.part(preprocessor, "action")
     return action or pb.ActionEncoder()
@@ -209,7 +209,7 @@ def _key_type(kind: pa.DataType, name: str) -> list[str]:
 
 
 def _allowed(column: FileColumn) -> tuple[str, Callable[[pa.DataType], bool]]:
-    """Returns words for the types that a column's values may have, and a test of them."""
+    """Returns a description of the types that a column's values may have, and a test of a type."""
     if column.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
         return ("int64 seconds" if column.kind is Kind.TIME else "int64"), pa.types.is_integer
     if column.kind is not Kind.ID:

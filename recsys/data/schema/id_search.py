@@ -1,4 +1,4 @@
-"""Finds the table rows of ids: in an array if ids have few gaps, else by hash tables and binary search."""
+"""Finds the table rows of ids: by an array if ids have few gaps, else by hash tables and binary search."""
 
 from typing import NamedTuple
 
@@ -10,20 +10,20 @@ from recsys.data.hashing import AT_A_TIME
 from recsys.errors import DataError
 
 REMEDY = "Make it with the preparation tool that made the event files."
-"""Sentence that ends errors about a vocabulary."""
+"""The last sentence of errors about a vocabulary."""
 
 _DENSE_FACTOR = 4
-"""Largest range of ids, relative to their number, that is searched by an array."""
+"""Largest range of ids, as a multiple of their number, for which an array is used."""
 
 
 def build_search(keys: np.ndarray, ids: pa.Array, name: str, rows: np.ndarray) -> "SortedKeys | DenseIds":
-    """Builds the search that finds the row rows[1 + i] of keys[i].
+    """Builds a search that maps keys[i] to rows[1 + i].
 
     Args:
         keys: int64, the ids or their hashes.
         ids: the ids themselves.
-        name: what errors call the vocabulary.
-        rows: [1 + len(keys)], with the row of unknown ids first.
+        name: name of the vocabulary in errors.
+        rows: [1 + len(keys)], the row of unknown ids followed by the row of each key.
 
     Raises:
         DataError: two keys are equal.
@@ -49,8 +49,8 @@ def build_search(keys: np.ndarray, ids: pa.Array, name: str, rows: np.ndarray) -
 class SortedKeys:
     """Binary search over all keys, behind two hash tables that answer nearly every query with one lookup.
 
-    Keys come most frequent first. Few queries need the second table, for keys without a place in the
-    first, and the search is left with ids that are not there.
+    Keys come most frequent first. The second table holds keys that found no place in the first and is rarely
+    needed; what remains for the binary search is mostly queries that are not keys at all.
     """
 
     def __init__(self, keys: np.ndarray, order: np.ndarray, rows: np.ndarray) -> None:
@@ -65,7 +65,7 @@ class SortedKeys:
                 left = left[front.look(keys[left])[:, 0] != keys[left]]
 
     def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-        """Returns the row of each query, 0 for those that are no key."""
+        """Returns the row of each query, or 0 for a query that is not a key."""
         rows = np.zeros(len(queries), dtype)
         rest = []
         for start in range(0, len(queries), AT_A_TIME):
@@ -73,14 +73,14 @@ class SortedKeys:
             rest.append(missed + start)
         rest = np.concatenate([*rest, np.empty(0, np.int64)])
         if len(rest) and len(self._sorted):
-            # Sorted queries walk through the keys once instead of jumping about in a large array.
+            # Sorted queries pass through the keys once instead of jumping about in a large array.
             unique, inverse = np.unique(queries[rest], return_inverse=True)
             place = np.minimum(np.searchsorted(self._sorted, unique), len(self._sorted) - 1)
             rows[rest] = np.where(self._sorted[place] == unique, self._rows[place], 0)[inverse]
         return rows
 
     def _look(self, queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Fills in the rows of queries that are in a table; returns the places of the others."""
+        """Fills in the rows of queries that a hash table holds, and returns the indices of all others."""
         if not self._fronts:
             return np.empty(0, np.int64)
         first = self._fronts[0].look(queries)
@@ -94,9 +94,9 @@ class SortedKeys:
 
 
 class _Front(NamedTuple):
-    """A hash table of keys and their rows; the first of the keys that share a hash stays.
+    """A hash table of keys and their rows, which keeps only the first of the keys that share a place.
 
-    A key and its row are adjacent, so that a lookup waits for memory once.
+    A key and its row are adjacent in memory, so that a lookup waits for memory only once.
     """
 
     product: np.uint64
@@ -108,18 +108,19 @@ class _Front(NamedTuple):
         """Builds the table of at least one key, the more frequent first."""
         bits = min(_FRONT_BITS, int(2 * len(keys)).bit_length())
         front = cls(product, np.uint64(64 - bits), np.empty((1 << bits, 2), np.int64))
-        # Empty places hold a key whose lookups go elsewhere.
+        # Empty places are filled with a key that never looks there.
         front.entries[:] = keys[0], rows[0]
-        # Written backwards, so that the more frequent key stays.
+        # Written in reverse order, so that the more frequent key overwrites the others.
         front.entries[front._places(keys[::-1])] = np.stack([keys, rows], 1)[::-1]
         return front
 
     def look(self, queries: np.ndarray) -> np.ndarray:
-        """Returns int64 [n, 2]: the key at the place of each query, which may differ from it, and its row."""
+        """Returns the key stored at the place of each query, which may differ from the query, and its row,
+        int64 [n, 2]."""
         return self.entries.take(self._places(queries), axis=0, mode="clip")
 
     def _places(self, keys: np.ndarray) -> np.ndarray:
-        # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): one product spreads well enough.
+        # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): one product suffices.
         places = keys.view(np.uint64) * self.product
         places >>= self.shift
         return places.view(np.int64)
@@ -127,19 +128,19 @@ class _Front(NamedTuple):
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _OTHER_PRODUCT = np.uint64(0xD1342543DE82EF95)
-"""Steele, Vigna: Computationally easy, spectrally good multipliers, 2021."""
+"""Multiplier of the second table (Steele, Vigna: Computationally easy, spectrally good multipliers, 2021)."""
 
 _FRONT_BITS = 21
-"""Log2 of the most places of a hash table: 32 MiB."""
+"""Log2 of the largest number of places in a hash table, which then takes 32 MiB."""
 
 
 class DenseIds(NamedTuple):
-    """Rows in an array indexed by id - lowest, for ids that are numbered nearly without gaps."""
+    """An array of rows, indexed by id - lowest id, for ids with few gaps."""
 
     lowest: int
     rows: np.ndarray
 
     def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-        """Does what `SortedKeys.find` does."""
+        """Returns the row of each query, or 0 for a query that is not a key."""
         inside = (queries >= self.lowest) & (queries < self.lowest + len(self.rows))
         return (self.rows[np.where(inside, queries - self.lowest, 0)] * inside).astype(dtype, copy=False)

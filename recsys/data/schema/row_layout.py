@@ -1,9 +1,9 @@
-"""The layout of a vocabulary's ids in the rows of their embedding table.
+"""Lays out a vocabulary's ids over the rows of their embedding table.
 
 A vocabulary lists the most frequent ids first, and a table that is sharded row-wise is cut into blocks of
-rows: in the vocabulary's order the first rank would answer nearly all lookups of all ranks. So the ids of a
-sharded table are spread over its rows by a bijection that depends only on the table's name and the number of
-ids. It is the same for every world size, and for training, evaluation and packages.
+rows. If rows followed the vocabulary's order, the first rank would answer nearly all lookups of all ranks. So
+a bijection spreads the ids of a sharded table over its rows. It depends only on the table's name and the
+number of ids, so it is the same for every world size, and for training, evaluation and packages.
 """
 
 import math
@@ -16,23 +16,23 @@ from recsys.data.hashing import hash_text
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _MAX_IDS = 3_000_000_000
-"""Most ids of a table: the product of two such numbers fits into int64."""
+"""Most ids of a table: the product of two numbers up to this one fits into int64."""
 
 
 class ShardedRowLayout:
-    """Maps the ids 0, 1, ... count - 1 of a vocabulary to table rows; row 0 stands for ids that are not in
-    it.
+    """Maps the ids 0, 1, ... count - 1 of a vocabulary to table rows; row 0 stands for unknown ids.
 
-    In a sharded table id i has row 1 + (start + i * step) mod count. Step is next to the golden section of
-    count: the first k ids are then spread evenly, for every k (Knuth, The Art of Computer Programming 3, 6.4,
-    theorem S). Start is a hash of the table's name, so that no rank has the most frequent id of every table.
+    In a sharded table, id i has row 1 + (start + i * step) mod count. `step` is a number near count divided
+    by the golden ratio, so that the first k ids are spread evenly for every k (Knuth, The Art of Computer
+    Programming 3, 6.4, theorem S). `start` is a hash of the table's name, so that no rank has the most
+    frequent id of every table.
 
     Args:
         count: number of ids.
         table: name of a sharded table; None if id i has row i + 1.
 
     Raises:
-        ValueError: more ids than int64 can multiply.
+        ValueError: there are more ids than `_MAX_IDS`, whose products could overflow int64.
     """
 
     def __init__(self, count: int, table: str | None):
@@ -50,7 +50,7 @@ class ShardedRowLayout:
         return 1 + (self.start + np.asarray(ids, np.int64) * self.step) % self.count
 
     def id_of(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the int64 id of each table row; -1 for row 0."""
+        """Returns the int64 id of each table row, -1 for row 0."""
         rows = np.asarray(rows, np.int64)
         return np.where(rows == 0, -1, (rows - 1 - self.start) % self.count * self._back % self.count)
 

@@ -1,7 +1,7 @@
 """Maps original values to rows of embedding tables, and back.
 
-Each table has one of three mappings: `Vocabulary` (ids counted in advance), `HashBuckets` (ids by their hash)
-or `Buckets` (numbers between boundaries). `mappings` reads them for a resolved config. All work on whole
+Each table has one of three mappings: `Vocabulary` (ids counted in advance), `HashBuckets` (hashed ids) or
+`Buckets` (numbers between boundaries). `mappings` reads them for a resolved config. All of them map whole
 arrays.
 """
 
@@ -21,16 +21,16 @@ from recsys.data.schema.row_layout import ShardedRowLayout, sharded_name
 from recsys.errors import DataError
 
 _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
-"""Matches texts that are an int64 in its shortest form."""
+"""Matches texts that are an integer of at most 18 digits in its shortest form, which int64 holds."""
 
 
 class Vocabulary:
-    """The ids of one table and their rows; row 0 stands for every id that is not in it.
+    """The ids of one embedding table and their rows; row 0 stands for every id that is not in the vocabulary.
 
     Attributes:
-        name: what errors call it, usually its file.
+        name: name of the vocabulary in errors, usually its file.
         ids: int64 or large_string, the most frequent first.
-        is_text: ids are strings.
+        is_text: True if ids are strings.
         layout: maps indices into `ids` to table rows.
     """
 
@@ -39,11 +39,11 @@ class Vocabulary:
 
         Args:
             ids: integers or strings, each once, no nulls.
-            name: what errors call it, usually its file.
+            name: name of the vocabulary in errors, usually its file.
             table: name of the table if its rows are sharded; None if id i has row i + 1.
 
         Raises:
-            DataError: nulls, duplicates, or ids of another type.
+            DataError: there are nulls, duplicates, or ids of another type.
         """
         if pa.types.is_integer(ids.type) or pa.types.is_null(ids.type):
             try:
@@ -61,7 +61,7 @@ class Vocabulary:
         self.is_text = pa.types.is_large_string(ids.type)
         self.layout = ShardedRowLayout(len(ids), table)
         places = np.arange(len(ids))
-        # The search for a text gives its place in `ids`, since the text there has to be compared.
+        # The search for a text gives 1 + its index in `ids`, because the text there has to be compared.
         self._rows = np.append(0, self.layout.row_of(places)).astype(row_type(self.rows))
         if self.is_text:
             self._search = build_search(hash_text(ids).view(np.int64), ids, name, np.append(0, 1 + places))
@@ -74,11 +74,11 @@ class Vocabulary:
 
         Args:
             path: local path or fsspec address.
-            size: number of ids that the config expects; None takes any.
+            size: number of ids that the config expects; None accepts any number.
             table: as for the constructor.
 
         Raises:
-            DataError: a file that is missing, broken, or of another size.
+            DataError: the file is missing, broken, or has another number of ids.
         """
         column = _read_parquet(path)["id"]
         if size is not None and len(column) != size:
@@ -97,27 +97,27 @@ class Vocabulary:
         return len(self.ids) + 1
 
     def map(self, values: pa.Array, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
-        """Maps original ids to table rows; 0 for an id that is not in the vocabulary.
+        """Maps original ids to table rows, 0 for an id that is not in the vocabulary.
 
         Args:
             values: integers or strings, as in the vocabulary, without nulls.
-            dtype: type of the rows, as large as `row_type` or larger.
+            dtype: integer type of the rows, at least as large as `row_type`.
         """
         if self.is_text:
             return self._rows[self._find_text(values)].astype(dtype, copy=False)
         return self._search.find(_int64(values), dtype)
 
     def original(self, rows: np.ndarray) -> pa.Array:
-        """Maps table rows to original ids; null for row 0."""
+        """Maps table rows to original ids, null for row 0."""
         places = self.layout.id_of(rows)
         return self.ids.take(pa.array(places, mask=places < 0))
 
     def _find_text(self, values: pa.Array) -> np.ndarray:
-        """Returns 1 + the place of each id in `ids`, 0 for an id that is not there."""
+        """Returns 1 + the index of each id in `ids`, or 0 for an id that is not there."""
         unique, inverse = _unique_text(values)
         places = self._search.find(hash_text(unique).view(np.int64), np.int64)
         if len(self.ids):
-            # Another text may have the same hash as one in the vocabulary.
+            # A text that is not in the vocabulary may have the same hash as one that is.
             same = pc.equal(self.ids.take(pa.array(np.maximum(places - 1, 0))), unique)
             places = np.where(same.to_numpy(zero_copy_only=False), places, 0)
         return places[inverse]
@@ -126,7 +126,7 @@ class Vocabulary:
 class HashBuckets:
     """Maps ids to rows by a fixed hash; two ids may share a row.
 
-    7 and "7" are the same id, since CSV files have only texts.
+    7 and "7" are the same id, because CSV files have only texts.
     """
 
     def __init__(self, rows: int) -> None:
@@ -151,7 +151,7 @@ class HashBuckets:
 
 
 class Buckets:
-    """Maps a number x to the row i with boundaries[i-1] <= x < boundaries[i]."""
+    """Maps a number x to the row i for which boundaries[i-1] <= x < boundaries[i]."""
 
     def __init__(self, boundaries: list[float]) -> None:
         self.boundaries = np.asarray(boundaries, np.float64)
@@ -163,12 +163,12 @@ class Buckets:
 
 
 def row_type(rows: int) -> type[np.integer]:
-    """Returns the smaller of int32 and int64 that holds a table's rows, which are copied many times."""
+    """Returns int32 if it holds all row numbers of a table, else int64: the arrays are copied many times."""
     return np.int32 if rows <= 2**31 else np.int64
 
 
 def normalize(values: np.ndarray, config: pb.Normalize) -> np.ndarray:
-    """Computes (f(x) - mean) / std in float64, returns float32; f is the identity or sign(x) log(1 + |x|)."""
+    """Computes (f(x) - mean) / std in float64 and returns float32; f is identity or sign(x) log(1 + |x|)."""
     scaled = np.empty(len(values), np.float32)
     for start in range(0, len(values), AT_A_TIME):
         piece = slice(start, start + AT_A_TIME)
@@ -182,10 +182,10 @@ def normalize(values: np.ndarray, config: pb.Normalize) -> np.ndarray:
 
 
 def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buckets]:
-    """Builds the mapping of every table of a resolved config; reads the vocabulary files.
+    """Builds the mapping of every embedding table of a resolved config, which reads the vocabulary files.
 
     Raises:
-        DataError: a vocabulary that cannot be used.
+        DataError: a vocabulary cannot be used.
     """
     by_table: dict[str, Vocabulary | HashBuckets | Buckets] = {}
     for feature in pipeline.features:
@@ -207,7 +207,7 @@ def id_type(path: str) -> pa.DataType:
     """Reads the type of a vocabulary file's ids from its footer: an integer or string type.
 
     Raises:
-        DataError: as `Vocabulary.read`.
+        DataError: the file is missing or broken.
     """
     kind = _schema(path).field("id").type
     return kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -216,10 +216,10 @@ def id_type(path: str) -> pa.DataType:
 def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
     """Returns the SHA-256 of each table's vocabulary file, and whether its ids are spread over sharded rows.
 
-    Weights that were trained with other ids, or with ids in other rows, mean nothing.
+    Weights are useless with a vocabulary that has other ids, or ids in other rows, than in training.
 
     Raises:
-        DataError: a file that cannot be read.
+        DataError: a file cannot be read.
     """
     digests: dict[str, str] = {}
     for feature in pipeline.features:
@@ -230,7 +230,7 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
                     digest = files.sha256(file)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error}). {REMEDY}") from error
-            # Checkpoints store this text, in which "dealt out" marks ids that are spread over sharded rows.
+            # Checkpoints store this text; "dealt out" marks ids that are spread over sharded rows.
             layout = "dealt out " if sharded_name(pipeline, feature.id.table) else ""
             digests[feature.id.table] = layout + digest
     return digests

@@ -1,4 +1,4 @@
-"""Sources of rows, each registered under its message. A new one needs its file and one line here."""
+"""Sources of rows, each registered under its message. A new source needs a file and one line here."""
 
 from recsys.data.sources.base import File, RowGroup, Source, open_source
 from recsys.data.sources.csv import CsvSource

@@ -1,4 +1,4 @@
-"""The interface of a source of rows: a list of files, each cut into row groups that are read one by one."""
+"""Defines the interface of a source of rows: a list of files, cut into row groups to be read one by one."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from recsys.errors import DataError
 
 @dataclass(frozen=True)
 class FileMark:
-    """Identifies the content of a file, so that a resumed run notices another one.
+    """Identifies the content of a file, so that a resumed run notices a changed file.
 
     Attributes:
-        path: its address, as errors name it.
-        size: bytes.
+        path: the file's address, as errors name it.
+        size: number of bytes.
         fingerprint: hash that changes when the file's rows or layout do.
     """
 
@@ -35,7 +35,7 @@ class File(FileMark):
 
     Attributes:
         rows: number of rows of each row group.
-        schema: schema of all its columns.
+        schema: schema of all columns.
     """
 
     rows: tuple[int, ...]
@@ -43,12 +43,12 @@ class File(FileMark):
 
 
 class RowGroup(NamedTuple):
-    """A run of rows of a file that is read at once.
+    """Consecutive rows of a file that are read at once.
 
     Attributes:
         file: index of the file in its source.
         number: number of the row group within the file.
-        first_row: the file's row that it begins with.
+        first_row: row of the file at which the row group begins.
         num_rows: number of rows.
     """
 
@@ -59,8 +59,9 @@ class RowGroup(NamedTuple):
 
 
 class Source(ABC):
-    """Rows in files. It is small enough to be sent to reader processes; `read` opens files where it runs.
+    """A source of rows in files.
 
+    A source is small enough to be sent to reader processes; `read` opens files in the process that calls it.
     A subclass is registered under its message and has a class method `open(config, *, pipeline)`; its
     constructor opens nothing.
     """
@@ -74,7 +75,7 @@ class Source(ABC):
         """Lists the files that a message names and reads their schemas.
 
         Raises:
-            DataError: no file, or one that cannot be read.
+            DataError: there is no file, or a file cannot be read.
         """
         raise NotImplementedError(f"{cls.__name__} is not made from a config")
 
@@ -84,16 +85,16 @@ class Source(ABC):
 
         Args:
             file: index into `files`.
-            row_group: number within the file.
+            row_group: number of the row group within the file.
             columns: names of the columns to read, all of them present.
 
         Raises:
-            DataError: the file is broken, gone or no longer the one that was listed.
+            DataError: the file is broken, is gone, or has changed since it was listed.
         """
 
     @property
     def row_groups(self) -> list[RowGroup]:
-        """Lists the row groups of all files, in order."""
+        """Row groups of all files, in order."""
         groups = []
         for number, file in enumerate(self.files):
             first = 0
@@ -104,7 +105,7 @@ class Source(ABC):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all files."""
+        """Number of rows in all files."""
         return sum(sum(file.rows) for file in self.files)
 
     def marks(self) -> list[FileMark]:
@@ -115,7 +116,7 @@ class Source(ABC):
         """Checks the columns of every file and returns the names of those to read.
 
         Raises:
-            DataError: a file that does not fit the config, or differs from the first one.
+            DataError: a file does not fit the config, or differs from the first file.
         """
         if not self.files:
             return []
@@ -132,7 +133,7 @@ def open_source(source: pb.Source, pipeline: pb.Pipeline) -> Source:
     """Opens the source that a message describes.
 
     Raises:
-        DataError: nothing is set in it, or its files cannot be read.
+        DataError: the message is empty, or its files cannot be read.
     """
     if fields.chosen(source) is None:
         raise DataError(
@@ -143,11 +144,11 @@ def open_source(source: pb.Source, pipeline: pb.Pipeline) -> Source:
 
 
 def find_files(patterns: list[str], suffix: str) -> list[str]:
-    """Finds the files of paths, folders and glob patterns, in this order and sorted within each pattern.
+    """Finds the files of paths, folders and glob patterns, in the order given and sorted within each pattern.
 
     Args:
-        patterns: local paths or fsspec addresses; a folder stands for all files in and below it that end in
-            `suffix` and have no part that starts with `.` or `_`.
+        patterns: local paths or fsspec addresses. A folder stands for all files in and below it whose name
+            ends in `suffix` and whose path within the folder has no part that starts with `.` or `_`.
 
     Raises:
         DataError: a pattern without a file, or a file files twice.
@@ -157,7 +158,7 @@ def find_files(patterns: list[str], suffix: str) -> list[str]:
     files: list[str] = []
     for pattern in patterns:
         fs, path = open_filesystem(pattern)
-        # A file whose name has the characters of a pattern is taken literally.
+        # A file whose name contains characters of a pattern is taken literally.
         if any(character in path for character in "*?[") and not fs.exists(path):
             names = [name for name in fs.glob(path) if fs.isfile(name)]
         elif fs.isdir(path):

@@ -1,6 +1,6 @@
-"""Reads CSV files with lists as delimited text: for small logs and for looking at rows in an editor.
+"""Reads CSV files with lists as delimited text, for small logs and for viewing rows in an editor.
 
-A CSV file has no row groups and no types, so each reader process parses a file as a whole. Types come from
+A CSV file has no row groups and no types, so each reader process parses a whole file at once. Types come from
 the config: ids of a vocabulary have the type of the vocabulary, ids of a hash feature are text, times and
 actions are integers.
 """
@@ -25,15 +25,15 @@ _ROWS = 1024
 """Rows per row group."""
 
 _PARSED_FILES = 4
-"""Parsed files that a process keeps."""
+"""Number of parsed files that a process keeps in memory."""
 
 
 @register(pb.CsvSource)
 class CsvSource(Source):
-    """Each run of 1024 rows is a row group.
+    """A source of CSV files, whose row groups are runs of 1024 rows.
 
     An empty field is an empty list in a column of lists, an empty text (which no vocabulary has) in a column
-    of texts, else a null. A key is never an empty text.
+    of texts, and a null in any other column. In a key column, an empty field is always a null.
 
     Args:
         config: delimiters.
@@ -53,7 +53,7 @@ class CsvSource(Source):
         """Parses every file once.
 
         Raises:
-            DataError: no file, or one that cannot be parsed.
+            DataError: there is no file, or a file cannot be parsed.
         """
         source = cls(config, _types(pipeline), key_columns(pipeline))
         source.files = [source._describe(path) for path in find_files(list(config.paths), ".csv")]
@@ -122,7 +122,7 @@ class CsvSource(Source):
 
 
 def _types(pipeline: pb.Pipeline) -> dict[str, pa.DataType]:
-    """Returns the type of every column that the config may read; pyarrow guesses those of key columns."""
+    """Returns the type of every column that the config may read; pyarrow infers the types of key columns."""
     types = {}
     for mode in ("evaluate", "train"):
         for column in file_columns(pipeline, mode):
@@ -132,7 +132,7 @@ def _types(pipeline: pb.Pipeline) -> dict[str, pa.DataType]:
                 )
             value = _value_type(column)
             types[column.name] = pa.list_(value) if column.depth else value
-    # A key that is no feature has the type that its texts look like.
+    # pyarrow infers the type of key columns from their texts, unless the config makes them text.
     return {
         name: kind for name, kind in types.items() if name not in key_columns(pipeline) or kind == pa.string()
     }

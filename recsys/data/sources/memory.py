@@ -1,8 +1,8 @@
-"""Tables in memory with an address that a config can name, so that they are read like files.
+"""Gives tables in memory an address that a config can name, so that they are read like files.
 
-A table is kept as parquet in fsspec's file system `memory://`. All of the data path (checks, row groups,
-shuffling, vocabularies, fingerprints) then works on it unchanged, in this process only: reader processes
-have a memory of their own.
+A table is kept as parquet in fsspec's file system `memory://`. The whole data path (checks, row groups,
+shuffling, vocabularies, fingerprints) then works on it unchanged, but only in this process: reader processes
+do not share its memory.
 """
 
 import io
@@ -15,17 +15,17 @@ import pyarrow.parquet as pq
 
 PROTOCOL = "memory://"
 ROWS_PER_GROUP = 1024
-"""Rows of a row group, as the preparation tools write them."""
+"""Rows per row group, as the preparation tools write them."""
 
 _numbers = itertools.count(1)
 
 
 class MemoryFile:
-    """A table as a parquet file in memory, which lives as long as this object.
+    """A parquet file in memory with the rows of a table; it lives as long as this object.
 
     Args:
         table: the rows.
-        name: names the table in errors; the address is `memory:///recsys-<number>/<name>.parquet`.
+        name: name of the table in errors; the address is `memory:///recsys-<number>/<name>.parquet`.
 
     Attributes:
         address: the file's address.

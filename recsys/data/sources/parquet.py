@@ -1,4 +1,4 @@
-"""Reads parquet files, local or behind fsspec; pages are checked against their checksums if they have any."""
+"""Reads parquet files, local or through fsspec; pages that have checksums are checked against them."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +18,12 @@ from recsys.errors import DataError
 _OPEN_FILES = 32
 _FOOTER_THREADS = 8
 _TAIL = 8
-"""Bytes after the footer: its length and the magic number PAR1."""
+"""Number of bytes after the footer: its length and the magic number PAR1."""
 
 
 @register(pb.ParquetSource)
 class ParquetSource(Source):
-    """One row group of the source is one row group of a file."""
+    """A source of parquet files, whose row groups are those of the files."""
 
     def __init__(self, files: list[File]) -> None:
         self.files = files
@@ -34,7 +34,7 @@ class ParquetSource(Source):
         """Reads the footer of every file.
 
         Raises:
-            DataError: no file, or one that is not complete.
+            DataError: there is no file, or a file is not complete.
         """
         paths = find_files(list(config.paths), ".parquet")
         with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
@@ -49,7 +49,7 @@ class ParquetSource(Source):
         path = self.files[file].path
         opened = self._open_files.get(file, lambda: self._reopen(self.files[file]))
         try:
-            # One thread, as each core has a reader process already.
+            # One thread, because each core already has a reader process.
             return opened.read_row_group(row_group, columns=columns, use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Draws random rows, for speed tests and for trying a model before there is data."""
+"""Draws random rows, for speed tests and for trying a model before its data exists."""
 
 import numpy as np
 import pyarrow as pa
@@ -14,16 +14,16 @@ _ROWS = 1024
 """Rows per row group."""
 
 _POWER = 1.05
-"""Exponent of the power law of ids."""
+"""Exponent of the power law that ids follow."""
 
 _START = 1_700_000_000
-"""Request time of the first row, seconds since 1970."""
+"""Request time of the first row, in seconds since 1970."""
 
 _DAY = 86_400
 """Seconds per day."""
 
 _MOST_VALUES = 3
-"""Most values of a multi-valued feature; the fewest are 0."""
+"""Most values of a multi-valued feature; the smallest number is 0."""
 
 
 @register(pb.SyntheticSource)
@@ -43,10 +43,10 @@ class SyntheticSource(Source):
 
     @classmethod
     def open(cls, config: pb.SyntheticSource, *, pipeline: pb.Pipeline) -> "SyntheticSource":
-        """Draws one row for the schema, which reads the vocabularies.
+        """Draws one row to learn the schema, which reads the vocabularies.
 
         Raises:
-            DataError: a vocabulary that cannot be used.
+            DataError: a vocabulary cannot be used.
         """
         source = cls(config, pipeline)
         rows = [min(_ROWS, config.num_rows - first) for first in range(0, config.num_rows, _ROWS)]
@@ -68,7 +68,7 @@ class SyntheticSource(Source):
         config = self._config
         random = np.random.default_rng([config.seed, row_group])
         first_row = row_group * _ROWS
-        # All times differ, so that no key and time occur twice.
+        # All request times differ, so that no row repeats another row's key and time.
         request_time = _START + np.arange(first_row, first_row + num_rows)
         sizes = {
             pb.USER: np.ones(num_rows, np.int64),
@@ -117,12 +117,12 @@ class SyntheticSource(Source):
         if self._mappings is None:
             self._mappings = mappings(self._pipeline)
         mapping = self._mappings[column.feature.id.table or column.feature.name]
-        # The inverse of the distribution function of x^-a on [1, n].
+        # This is the inverse of the cumulative distribution function of x^-a on [1, n].
         num_ids = max(1, mapping.rows - 1)
         uniform = random.random(count)
         rank = (1 - uniform * (1 - num_ids ** (1 - _POWER))) ** (1 / (1 - _POWER))
         rows = np.clip(rank.astype(np.int64), 1, num_ids)
-        # A vocabulary has its most frequent ids first, wherever their rows are.
+        # A vocabulary lists the most frequent ids first, wherever their table rows are.
         return mapping.ids.take(pa.array(rows - 1)) if isinstance(mapping, Vocabulary) else pa.array(rows)
 
 

@@ -1,7 +1,7 @@
 """Lets a reader process keep freed memory for the next row group, instead of returning it to the system.
 
-A reader allocates and frees the same megabytes all the time. The system clears each page that it hands out,
-and on a virtual machine that costs more than filling it.
+A reader allocates and frees the same few megabytes again and again. The system clears each page that it hands
+out, and on a virtual machine that costs more than filling the page.
 """
 
 import ctypes
@@ -26,5 +26,5 @@ def keep_freed_memory() -> None:
     mallopt(_MMAP_THRESHOLD, _LARGEST)
     mallopt(_TRIM_THRESHOLD, _KEPT)
     mallopt(_TOP_PAD, _GROWTH)
-    # Arrow's own pools return memory that is unused for some milliseconds, and a row group takes as long.
+    # Arrow's own pools return memory after some milliseconds without use, and a row group takes that long.
     pa.set_memory_pool(pa.system_memory_pool())

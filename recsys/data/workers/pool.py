@@ -1,10 +1,10 @@
-"""A pool of reader processes: each reads its share of a schedule of batches and passes them in shared memory.
+"""Runs a pool of reader processes, each of which reads its share of a schedule of batches.
 
-The schedule is a list, or a rule without end that each process follows by itself. Process i mod n reads batch
-i, and the batches come back in their order. No process is told what to read next: it knows the schedule from
-the start and reads on until `ahead` of its batches wait to be taken. So a batch costs one small message each
-way. (torch's DataLoader does the same with queues, their threads and an import of torch in each process; here
-that cost a third of the throughput.)
+Batches come back in shared memory. The schedule is a list, or an endless rule that each process follows by
+itself. Process i mod n reads batch i, and the batches come back in order. No process is told what to read
+next: it knows the schedule from the start and reads on until `ahead` of its batches wait to be taken. So a
+batch costs one small message each way. (torch's DataLoader does the same with queues, their threads and an
+import of torch in each process; here that cost a third of the throughput.)
 """
 
 import signal
@@ -19,19 +19,19 @@ from recsys.data.workers.slots import Slot, SlotReader
 from recsys.errors import RecsysError
 
 _PATIENCE = 10.0
-"""Seconds that a process has to end by itself after its connection is closed."""
+"""Seconds that a process may take to end by itself after its connection is closed."""
 _TAKEN = b""
-"""The training process's answer to a batch."""
+"""Message with which the training process acknowledges a batch."""
 
 
 class ReaderPool:
-    """The processes of one pass; iterate over it once, and close it.
+    """The reader processes of one pass over a schedule. Iterate over it once, then close it.
 
     Args:
-        reader: is sent to each process. schedule: (epoch, index) of each batch; is sent to each process. One
-        without a length may go on forever.
-        num_processes: at least 1.
-        ahead: batches of each process that may wait to be taken.
+        reader: makes the arrays of batches; a copy is sent to each process. schedule: (epoch, index) of each
+        batch; a copy is sent to each process. A schedule without a length may be endless.
+        num_processes: number of processes, at least 1.
+        ahead: number of batches that each process may prepare ahead.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ReaderPool:
             share = (schedule, first, num_processes)
             process = context.Process(target=_serve, args=(reader, share, theirs, ahead), daemon=True)
             process.start()
-            # The process has the only other end, so its death closes the connection.
+            # The process now holds the only other end, so its death closes the connection.
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
@@ -55,7 +55,7 @@ class ReaderPool:
         """Yields the batches in the order of the schedule.
 
         Raises:
-            RecsysError: an error in a process, or its death.
+            RecsysError: a process reported an error or died.
         """
         for number in self._numbers:
             turn = number % len(self._connections)
@@ -73,7 +73,7 @@ class ReaderPool:
             yield arrays
 
     def close(self) -> None:
-        """Ends all processes, also in the middle of a pass."""
+        """Ends all processes, even in the middle of a pass."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -96,7 +96,7 @@ class ReaderPool:
 def _serve(
     reader: Reader, share: tuple[Iterable[tuple[int, int]], int, int], connection: Connection, ahead: int
 ) -> None:
-    """Runs in a reader process until all batches are taken or the other end is closed."""
+    """Serves batches from a reader process until all are taken or the other end is closed."""
     # Ctrl-C reaches every process of a terminal; the training process decides when reading ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.leave_group()

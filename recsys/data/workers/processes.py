@@ -1,6 +1,6 @@
 """Starts reader processes as forks of a server that has already done their imports.
 
-A reader needs pyarrow and `workers.reader`, but neither torch nor models. This module imports none of them,
+A reader needs pyarrow and `workers.reader`, but neither torch nor models. This module imports none of these,
 so that a command can start the server first and do its own imports at the same time.
 """
 
@@ -16,24 +16,24 @@ _IMPORTS = ["recsys.data.workers.pool"]
 
 
 def context() -> BaseContext:
-    """Returns the way to start processes; a fork of this one could hang in a lock held by a thread."""
+    """Returns the context that starts processes. It does not fork this process, as the fork could hang in a
+    lock that a thread holds."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     chosen = multiprocessing.get_context("forkserver")
-    # Modules of other packages are imported once, by the server, and not by each of its forks.
+    # The server imports the modules of other packages once, so that its forks need not.
     chosen.set_forkserver_preload([*_IMPORTS, *extensions.loaded()])
     return chosen
 
 
 def start_server() -> None:
-    """Starts the server, which the first batch would otherwise start and wait for; call it before slow
-    imports.
+    """Starts the server early. Call it before slow imports; else the first batch starts it and waits.
 
-    The server inherits that SIGINT and SIGTERM are blocked: signals that stop a run are not for it and its
-    forks.
+    The server and its forks inherit a mask that blocks SIGINT and SIGTERM, because signals that stop a run
+    must not stop them.
     """
     if context().get_start_method() == "forkserver":
-        # The resource tracker unblocks signals when it starts, so it comes first.
+        # The resource tracker unblocks signals when it starts, so it must start first.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -43,10 +43,10 @@ def start_server() -> None:
 
 
 def leave_group() -> None:
-    """Leaves the process group of the run, so that SIGTERM ends a reader only when it is sent to it alone.
+    """Leaves the process group of the run, so that SIGTERM ends a reader only if sent to the reader itself.
 
-    `timeout` and torchrun send SIGTERM to the whole group of a run, whose training process then needs batches
-    to finish its step and save its state.
+    `timeout` and torchrun send SIGTERM to the whole process group of a run, and the training process then
+    still needs batches to finish its step and save its state.
     """
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops a signal that came meanwhile

@@ -1,6 +1,6 @@
-"""The work of a reader process: from the plan to row groups, blocks and the arrays of a batch.
+"""Does the work of a reader process: from the plan to row groups, blocks and the arrays of a batch.
 
-Known errors are returned as values, so that the user sees them and not the traceback of another process.
+Known errors are returned as values, so that the user sees the error and not a traceback of another process.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class CheckedSource(NamedTuple):
     Attributes:
         source: the rows.
         columns: names of the columns to read, as `Source.check` returns them.
-        duplicates: the repeated rows; None to look for some within each row group.
+        duplicates: the repeated rows; None searches for repeated rows within each row group.
     """
 
     source: Source
@@ -45,11 +45,12 @@ class Reader:
     Args:
         pipeline: resolved.
         rows: the source.
-        settings: settings of the order of rows.
+        settings: settings that decide the order of rows.
         mode: purpose of the rows.
         rule: how rows become sequences.
-        num_readers: readers of all ranks that share an epoch; decides how many row groups stay in memory.
-        num_slots: most batches that a reader process has sent and that are still in use.
+        num_readers: number of readers, over all ranks, that share an epoch; decides how many row groups stay
+            in memory.
+        num_slots: most batches of a reader process that may be in shared memory at a time.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Reader:
         self._forget()
 
     def __getstate__(self) -> dict:
-        # Blocks and vocabularies may be large, so the other process makes its own.
+        # Blocks and vocabularies may be large, so the receiving process makes its own.
         state = dict(self.__dict__)
         for name in ("_converter", "_packer", "_plan", "_blocks", "_slots"):
             state.pop(name, None)
@@ -108,7 +109,7 @@ class Reader:
         return self._plan if is_current else EpochPlan(self.source.row_groups, self.settings, epoch)
 
     def begin(self, epoch: int) -> None:
-        """Starts an epoch: counts from 0, with nothing in memory. `read` does so when the epoch changes."""
+        """Starts an epoch: resets counts and drops cached blocks. `read` calls it when the epoch changes."""
         self._plan = self.plan(epoch)
         self._epoch = epoch
         self._skipped: Counter[str] = Counter()
@@ -122,7 +123,7 @@ class Reader:
         """Makes the arrays of batch `index` of an epoch's plan, in new memory.
 
         Raises:
-            DataError: a bad row or file.
+            DataError: a row or file is bad.
         """
         return self._pack(epoch, index, allocate_bytes).arrays()
 
@@ -155,7 +156,7 @@ class Reader:
         return block.select(slice(rows.start, rows.stop))
 
     def _mix(self, number: int) -> ColumnBlock:
-        """Mixes the rows of some row groups once, so that a batch is a slice of them."""
+        """Mixes the rows of a block's row groups once, so that each batch is a slice of the block."""
         members, order = self._plan.block(number)
         return join([self._convert(self._plan.groups[member]) for member in members], order)
 

@@ -1,10 +1,10 @@
-"""Shared memory between a reader process and the training process: slots that are allocated once and reused.
+"""Passes batches from a reader process to the training process in slots of shared memory that are reused.
 
-A batch has some 100 KB. A pipe passes it in pieces of 64 KB, and each piece waits until both processes were
-scheduled; new shared memory pays for every page again. So a reader process writes into slots of a segment
-that it keeps and sends only the address (`Slot`), and the training process works on the bytes in place; the
-slot becomes free when nothing refers to them any more. A batch that finds no free slot goes through the pipe,
-which is slower.
+A batch has about 100 KB. A pipe passes it in pieces of 64 KB, and each piece waits until both processes have
+been scheduled; new shared memory pays for every page again. So a reader process writes into slots of a
+segment that it keeps, and sends only the address (`Slot`). The training process works on the bytes in place;
+a slot becomes free when nothing refers to its bytes any more. A batch that finds no free slot goes through
+the pipe, which is slower.
 """
 
 import mmap
@@ -21,17 +21,17 @@ _FREE, _USED = 0, 1
 _PAGE = 4096
 _SHARED_MEMORY = "/dev/shm/"
 _SPARE = 1.5
-"""Size of a slot relative to the batch that it was allocated for, as other batches are a little larger."""
+"""Size of a slot relative to the batch that it was allocated for, because later batches may be larger."""
 
 
 class Slot(NamedTuple):
     """The address of one batch's bytes.
 
     Attributes:
-        segment: name of the shared memory.
-        number: number of the slot; its state is byte `number` of the segment.
-        start: first byte.
-        size: number of bytes.
+        segment: name of the shared memory segment.
+        number: number of the slot; byte `number` of the segment holds its state.
+        start: first byte of the batch in the segment.
+        size: number of bytes of the batch.
     """
 
     segment: str
@@ -48,10 +48,10 @@ class ReservedSlot(NamedTuple):
 
 
 class SlotWriter:
-    """The end in the reader process.
+    """Writes batches into slots, in a reader process.
 
     Args:
-        num_slots: most batches that are on their way at a time.
+        num_slots: number of slots, the most batches that can be in use at a time.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -62,7 +62,7 @@ class SlotWriter:
         self._possible = True
 
     def reserve(self, nbytes: int) -> "ReservedSlot | None":
-        """Returns a free slot of `nbytes` bytes, to be filled and sent; None if there is none."""
+        """Returns a free slot of `nbytes` bytes, to be filled and sent, or None if no slot is free."""
         if nbytes > self._slot_size:
             self._grow(nbytes)
         if self._segment is None:
@@ -77,7 +77,7 @@ class SlotWriter:
         return ReservedSlot(Slot(self._segment.name, number, start, nbytes), held[start : start + nbytes])
 
     def _grow(self, nbytes: int) -> None:
-        """Allocates a larger segment; the other process holds the old one for as long as it needs it."""
+        """Allocates a larger segment; the training process keeps the old one for as long as it needs it."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -87,12 +87,13 @@ class SlotWriter:
         self._segment = _allocate(self._header + self._num_slots * self._slot_size)
         self._possible = self._segment is not None
         if self._segment is not None:
-            # A segment keeps its name if its batches were never taken. Here `atexit` would not run.
+            # A segment whose batches were never taken still has its name, which this removes at the end of
+            # the process, where `atexit` would not run.
             Finalize(None, _remove, args=(self._segment,), exitpriority=0)
 
 
 class SlotReader:
-    """The end in the training process, for any number of reader processes."""
+    """Reads batches from slots, in the training process, for any number of reader processes."""
 
     def __init__(self) -> None:
         self._segments: dict[str, mmap.mmap] = {}
@@ -102,22 +103,23 @@ class SlotReader:
         held = self._segments.get(slot.segment)
         if held is None:
             held = self._segments[slot.segment] = _attach(slot.segment)
-        # The array is no view itself, so that views of it, and tensors on them, keep it alive.
+        # This array is not a view of another array, so views of it, and tensors on them, keep it alive.
         taken = np.frombuffer(held, np.uint8, slot.size, slot.start)
         weakref.finalize(taken, _free, held, slot.number).atexit = False
         return taken
 
     def close(self) -> None:
-        """Releases the memory; arrays that were taken keep theirs."""
+        """Releases the memory; arrays that were taken keep their memory."""
         self._segments.clear()
 
 
 def _attach(name: str) -> mmap.mmap:
-    """Maps a segment and removes its name, so that its memory goes with the last process that has it open.
+    """Maps a segment and removes its name, so that its memory is freed with the last process that has it
+    open.
 
-    A reader process that is killed leaves nothing behind.
+    A reader process that is killed then leaves nothing behind.
     """
-    # SharedMemory's own mapping would have to be closed, which is impossible while an array refers to it.
+    # SharedMemory would have to close its own mapping, which is impossible while an array refers to it.
     with open(_SHARED_MEMORY + name, "r+b") as file:
         mapping = mmap.mmap(file.fileno(), 0)
     segment = SharedMemory(name)
@@ -131,9 +133,9 @@ def _free(held: mmap.mmap, number: int) -> None:
 
 
 def _allocate(size: int) -> SharedMemory | None:
-    """Allocates shared memory that really exists, or returns None.
+    """Allocates shared memory that is backed by real pages, or returns None.
 
-    Writing to more than the system has would kill the process; a container often has 64 MB.
+    Writing to more shared memory than the system has would kill the process; a container often has 64 MB.
     """
     segment = None
     try:
