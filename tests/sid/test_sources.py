@@ -163,11 +163,19 @@ def test_data_for_ranking_and_missing_texts_are_refused_with_a_remedy(tmp_path):
         (["--source", "text", "--weight", "1", "--weight", "2"], "2 --weight for 1 --source"),
         (["--vectors", "x.npy"], "--vectors has no effect without --source file"),
         (["--source", "cooc", "--text-encoder", "minilm"], "--text-encoder has no effect"),
+        (["--source", "cooc", "--items", "x.csv"], "--items has no effect without --source text"),
     ],
 )
 def test_flags_without_effect_are_errors(tmp_path, capsys, flags, message):
     assert main(["embed", "--data", str(tmp_path), "--output", str(tmp_path / "out"), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_output_that_holds_an_input_is_refused_before_anything_is_lost(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    flags = ["--data", str(tmp_path / "data"), "--output", str(tmp_path), "--overwrite"]
+    assert main(["embed", *flags]) == 2
+    assert "holds --data" in capsys.readouterr().err and (tmp_path / "data").is_dir()
 
 
 def test_a_misspelt_flag_or_tool_is_named(capsys):
