@@ -126,15 +126,7 @@ def _texts(
     absent = [name for name in (id_column, *columns) if name not in frame.columns]
     if absent:
         raise ConfigError(f"{path}: no column {absent[0]!r}; it has {', '.join(frame.columns)}")
-    if ids.dtype == pl.String:
-        frame = frame.with_columns(pl.col(id_column).cast(pl.String))
-    elif not frame[id_column].dtype.is_integer():
-        raise ConfigError(
-            f"{path}: column {id_column!r} holds {frame[id_column].dtype}, the item ids of the data are "
-            "integers; name another column in --item-column"
-        )
-    else:
-        frame = frame.with_columns(pl.col(id_column).cast(ids.dtype))
+    frame = frame.with_columns(_cast_ids(frame[id_column], ids.dtype, path))
     if frame[id_column].n_unique() != len(frame):
         twice = frame.filter(pl.col(id_column).is_duplicated())[id_column][0]
         raise DataError(f"{path}: item {twice!r} occurs twice; keep one row an item")
@@ -142,6 +134,27 @@ def _texts(
     joined = pl.DataFrame({id_column: ids}).join(frame, on=id_column, how="left", maintain_order="left")
     rows = joined.select(wanted).iter_rows()
     return [". ".join(words for value in row if (words := _words(value))) for row in rows]
+
+
+def _cast_ids(values: pl.Series, kind: pl.DataType, path: Path) -> pl.Series:
+    """Gives ids of a table the type that the data has.
+
+    Raises:
+        ConfigError: the data has integers, the table others.
+        DataError: an id is missing.
+    """
+    if values.null_count():
+        raise DataError(
+            f"{path}: row {values.is_null().arg_max()} has no {values.name!r}; every row needs an id"
+        )
+    if kind == pl.String:
+        return values.cast(pl.String)
+    if not values.dtype.is_integer():
+        raise ConfigError(
+            f"{path}: column {values.name!r} holds {values.dtype}, the item ids of the data are integers; "
+            "name another column in --item-column"
+        )
+    return values.cast(kind)
 
 
 def _words(value: object) -> str:
@@ -189,7 +202,7 @@ def read_vectors(path: Path, ids: pl.Series, id_column: str) -> np.ndarray:
             f"{path}: the lists of {lists[0]!r} differ in length; every item needs as many numbers"
         )
     vectors = _finite(np.array(column.to_list()), path)
-    key = frame[id_column].cast(ids.dtype)
+    key = _cast_ids(frame[id_column], ids.dtype, path)
     place = pl.DataFrame({"id": ids}).join(
         pl.DataFrame({"id": key}).with_row_index("row"), on="id", how="left", maintain_order="left"
     )

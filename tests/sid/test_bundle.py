@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -110,6 +111,11 @@ def test_appending_leaves_old_codes_and_gives_every_item_one_of_its_own(folders)
         folders / "next",
     )
     old, new = bundle.read_bundle(folders / "bundle"), bundle.read_bundle(folders / "next")
+    # In place, too: the new bundle takes the place of the old one when it is whole.
+    copy = folders / "copy"
+    shutil.copytree(folders / "bundle", copy)
+    run("append", "--bundle", copy, "--embeddings", folders / "more", "--output", copy, "--overwrite")
+    assert (copy / "codes.parquet").read_bytes() == (folders / "next/codes.parquet").read_bytes()
     assert (old.about.version, new.about.version) == (1, 2) and len(new.ids) == 80
     assert new.ids[:60].to_list() == old.ids.to_list()
     assert np.array_equal(new.codes[:60], old.codes) and np.array_equal(new.digits[:60], old.digits)

@@ -133,6 +133,20 @@ def test_a_file_of_vectors_that_does_not_fit_is_refused(tmp_path, array, message
         catalogue.read_vectors(tmp_path / "v.npy", pl.Series("item_id", [3, 5, 9]), "item_id")
 
 
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (["a", "b"], ConfigError, "'item_id' holds String, the item ids of the data are integers"),
+        ([3, None], DataError, "row 1 has no 'item_id'"),
+        ([3, 3], DataError, "an item occurs twice"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused(tmp_path, ids, error, message):
+    pl.DataFrame({"item_id": ids, "v": [[1.0], [2.0]]}).write_parquet(tmp_path / "v.parquet")
+    with pytest.raises(error, match=message):
+        catalogue.read_vectors(tmp_path / "v.parquet", pl.Series("item_id", [3, 5, 9]), "item_id")
+
+
 def test_texts_follow_the_ids_and_join_columns_and_nested_lists(tmp_path):
     lines = [
         '{"asin": "b", "title": "Soap", "tags": [["Bath", "Body"], ["Gift"]]}',
