@@ -30,6 +30,7 @@ COMMANDS = {
     "doctor": Command("recsys.doctor", "check the installation and say what to type if it is broken"),
     "init": Command("recsys.init", "start a project: sample data, a config, and a README with the commands"),
     "prepare": Command("recsys.prepare.__main__", "make training data from an event log"),
+    "sid": Command("recsys.sid.__main__", "make semantic ids: short codes for items"),
     "train": Command("recsys.train", "train a model, or continue a run that stopped"),
     "evaluate": Command("recsys.evaluate", "measure a trained model on a split"),
     "sweep": Command("recsys.sweep", "train combinations of settings, compare them on validation"),

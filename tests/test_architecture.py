@@ -24,6 +24,7 @@ LAYERS = (
     {"evaluation"},
     {"training", "inference"},
     {"flags", "prepare"},
+    {"sid"},
     {"api"},
     {"cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor"}
     | {"baseline", "blend", "sweep", "__main__", "compile_protos", "init", "install", "resources"},

@@ -81,6 +81,15 @@ NOT_RUN = {
     "--vary 'train.seed=[1,2]'": "tests/training/test_sweep.py",
     "recsys sweep --config x.config --find-lr": "the same",
     "recsys baseline --config x.config": "tests/evaluation/test_item_means.py",
+    "recsys sid embed --data tests/data/movielens --output data/vectors": "tests/sid/test_docs.py",
+    "recsys sid fit --embeddings data/vectors --output data/bundle --balanced": "the same",
+    "recsys sid report --bundle data/bundle": "the same",
+    "recsys sid embed --data data/new --like data/bundle --output data/new-vectors": "tests/sid/"
+    "test_bundle.py",
+    "recsys sid append --bundle data/bundle --embeddings data/new-vectors --output data/bundle-2": "the same",
+    "recsys sid embed --data data/beauty --output data/beauty-vectors --items item_text.jsonl "
+    "--item-column id --text-column title --text-column categories": "its data is not bundled; "
+    "tests/sid/test_sources.py reads such a table",
     "scripts/gpu_check experiments/2026-12-31-my-gpu": "it needs a GPU",
     "scripts/gpu_check": "it needs a GPU",
     "python -m tests.fuzz --cases 500": "minutes; tests/fuzz runs a part of it",

@@ -1,0 +1,211 @@
+"""A bundle of semantic ids: a folder that training, export and prediction read, whole or not at all.
+
+    manifest.json           hashes of the other files
+    bundle.json             version, settings, hashes of ids and transform, report numbers
+    codes.parquet           item_id, codes (a list of whole numbers), digit (tells items of one code apart)
+    quantizer.safetensors   centroids [levels, V, d] and what else the quantizer needs
+    transform/              what turns an item into a vector, as in a folder of `recsys sid embed`
+
+Codes of an item never change. Appending items makes a bundle of the next version.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from recsys import files, typed_json
+from recsys.errors import ConfigError, DataError
+from recsys.sid.catalogue import ITEM
+from recsys.sid.collisions import extra_digits, free_digits
+from recsys.sid.embeddings import TRANSFORM, Embeddings, hash_ids, hash_transform, require_whole
+from recsys.sid.quantizers import QUANTIZERS, Fitted, Quantizer
+from recsys.sid.statistics import CodeStatistics, Kept, code_statistics, kept
+
+FORMAT = 1
+_FILE, _CODES, _QUANTIZER = "bundle.json", "codes.parquet", "quantizer.safetensors"
+
+
+@dataclass(frozen=True)
+class About:
+    """The contents of `bundle.json`.
+
+    Attributes:
+        format: of the folder; a reader refuses others than `FORMAT`.
+        version: 1, and 1 more each time items are appended.
+        quantizer: one of `QUANTIZERS`.
+        ordered: a code refines the one before it; False for opq.
+        size: V, values of each code.
+        ids: SHA-256 of the item ids in the order of codes.parquet.
+        transform: SHA-256 of the transform.
+        settings: of the quantizer.
+        codes: statistics of the codes of this version.
+        kept: what the codes of version 1 keep of their vectors.
+    """
+
+    format: int
+    version: int
+    quantizer: str
+    ordered: bool
+    size: int
+    ids: str
+    transform: str
+    settings: dict[str, Any]
+    codes: CodeStatistics
+    kept: Kept
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Codes of items with the frozen quantizer.
+
+    Attributes:
+        about: settings and numbers.
+        ids: item ids; those of version 1 sorted, then those of each later version.
+        codes: int64 [items, levels].
+        digits: int64 [items], 0 to 255.
+        quantizer: encodes vectors of new items.
+    """
+
+    about: About
+    ids: pl.Series
+    codes: np.ndarray
+    digits: np.ndarray
+    quantizer: Quantizer
+
+
+def make_bundle(
+    embeddings: Embeddings, fitted: Fitted, quantizer: str, transform: str, settings: dict
+) -> Bundle:
+    """Makes version 1 of a bundle.
+
+    Args:
+        embeddings: what the quantizer was fitted on.
+        fitted: quantizer and codes.
+        quantizer: its name.
+        transform: hash of the transform of `embeddings`.
+        settings: of the quantizer; `size` is among them.
+
+    Raises:
+        ConfigError: more items share a code than the extra digit tells apart.
+    """
+    codes = fitted.codes.numpy()
+    digits = extra_digits(codes)
+    ordered, size = quantizer != "opq", int(settings["size"])
+    about = About(
+        format=FORMAT,
+        version=1,
+        quantizer=quantizer,
+        ordered=ordered,
+        size=size,
+        ids=hash_ids(embeddings.ids),
+        transform=transform,
+        settings=settings,
+        codes=code_statistics(codes, digits, size),
+        kept=kept(torch.from_numpy(embeddings.vectors), fitted.codes, fitted.quantizer, ordered=ordered),
+    )
+    return Bundle(about, embeddings.ids, codes, digits, fitted.quantizer)
+
+
+def append_items(bundle: Bundle, embeddings: Embeddings, transform: str) -> Bundle:
+    """Adds the items that a bundle does not have yet; the codes of the others are untouched.
+
+    Args:
+        bundle: any version.
+        embeddings: vectors of new items; items of the bundle among them are passed over.
+        transform: hash of their transform.
+
+    Raises:
+        ConfigError: the vectors were made by another transform, or a code is full.
+        DataError: ids of another type, or no item is new.
+    """
+    if transform != bundle.about.transform:
+        raise ConfigError(
+            "the vectors come from another transform than those of the bundle, so their numbers mean "
+            "something else; make them with `recsys sid embed --like BUNDLE`"
+        )
+    if embeddings.ids.dtype != bundle.ids.dtype:
+        raise DataError(f"item ids are {embeddings.ids.dtype}, those of the bundle {bundle.ids.dtype}")
+    rows = np.flatnonzero(~embeddings.ids.is_in(bundle.ids.implode()).to_numpy())
+    if not len(rows):
+        raise DataError("no item is new: the bundle has codes for all of them")
+    codes = bundle.quantizer.encode(torch.from_numpy(embeddings.vectors[rows])).numpy()
+    digits = free_digits(codes, bundle.codes, bundle.digits)
+    ids = pl.concat([bundle.ids, embeddings.ids[rows]])
+    all_codes, all_digits = np.concatenate([bundle.codes, codes]), np.concatenate([bundle.digits, digits])
+    about = replace(
+        bundle.about,
+        version=bundle.about.version + 1,
+        ids=hash_ids(ids),
+        codes=code_statistics(all_codes, all_digits, bundle.about.size),
+    )
+    return Bundle(about, ids, all_codes, all_digits, bundle.quantizer)
+
+
+def write_bundle(folder: Path, bundle: Bundle, transform: Path) -> None:
+    """Writes a bundle atomically: after an error there is no folder, or the old one.
+
+    Args:
+        folder: to make or to replace.
+        bundle: what to write.
+        transform: a folder of vectors or a bundle, whose transform is copied.
+    """
+    with files.whole_folder(folder) as aside:
+        flat = pa.array(bundle.codes.astype(np.int32).reshape(-1))
+        ids = bundle.ids.to_arrow()
+        table = pa.table(
+            {
+                ITEM: ids.cast(pa.string()) if bundle.ids.dtype == pl.String else ids,
+                "codes": pa.FixedSizeListArray.from_arrays(flat, bundle.codes.shape[1]),
+                "digit": pa.array(bundle.digits.astype(np.int32)),
+            }
+        )
+        pq.write_table(table, aside / _CODES, compression="zstd", write_page_checksum=True)
+        tensors = {name: tensor.contiguous() for name, tensor in bundle.quantizer.tensors().items()}
+        save_file(tensors, aside / _QUANTIZER)
+        shutil.copytree(transform / TRANSFORM, aside / TRANSFORM)
+        (aside / _FILE).write_text(json.dumps(asdict(bundle.about), indent=1), encoding="utf-8")
+        files.write_manifest(aside)
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """Reads a bundle after a check of the hash of every file.
+
+    Raises:
+        DataError: the folder is no bundle, of another format, or a file of it is missing, changed or added.
+    """
+    require_whole(
+        folder, "take a copy of the bundle that is whole, or make it again with `recsys sid fit`", _FILE
+    )
+    try:
+        about = typed_json.parse((folder / _FILE).read_bytes(), About)
+        if about.format != FORMAT or about.quantizer not in QUANTIZERS:
+            raise ValueError(
+                f"format {about.format} of quantizer {about.quantizer}, this version reads {FORMAT}"
+            )
+        table = pq.read_table(folder / _CODES)
+        codes = table["codes"].combine_chunks().flatten().to_numpy().reshape(len(table), -1).astype(np.int64)
+        quantizer = QUANTIZERS[about.quantizer].load(load_file(folder / _QUANTIZER))
+        ids = pl.Series(ITEM, pl.from_arrow(table[ITEM]))
+        if hash_ids(ids) != about.ids or hash_transform(folder) != about.transform:
+            raise ValueError("ids or transform are not those that bundle.json names")
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+        SafetensorError,
+        pa.ArrowException,
+    ) as error:
+        raise DataError(f"{folder}: damaged ({error}); make it again with `recsys sid fit`") from None
+    return Bundle(about, ids, codes, table["digit"].to_numpy().astype(np.int64), quantizer)

@@ -1,0 +1,53 @@
+"""Makes codes unique: items of one code get one more digit, in the order of their ids."""
+
+import numpy as np
+
+from recsys.errors import ConfigError
+
+DIGITS = 256
+"""Values of the extra digit, 0 to 255."""
+
+
+def extra_digits(codes: np.ndarray) -> np.ndarray:
+    """Returns the extra digit of each item, int64 [items].
+
+    Args:
+        codes: integer [items, levels], items in the order of their ids.
+
+    Raises:
+        ConfigError: more than `DIGITS` items share a code.
+    """
+    return free_digits(codes, np.zeros((0, codes.shape[1]), np.int64), np.zeros(0, np.int64))
+
+
+def free_digits(codes: np.ndarray, old_codes: np.ndarray, old_digits: np.ndarray) -> np.ndarray:
+    """Returns digits of new items that neither an old item nor another new item of the same code has.
+
+    Args:
+        codes: integer [new, levels], new items in the order of their ids.
+        old_codes: integer [old, levels].
+        old_digits: integer [old].
+
+    Raises:
+        ConfigError: old and new items of one code are more than `DIGITS`.
+    """
+    groups = np.unique(np.concatenate([old_codes, codes]), axis=0, return_inverse=True)[1].reshape(-1)
+    sizes = np.bincount(groups)
+    if len(sizes) and sizes.max() > DIGITS:
+        raise ConfigError(
+            f"{sizes.max():,} items share one code, and the extra digit tells {DIGITS} apart; raise --levels "
+            "or --size, balance the assignment (--balanced), or add a source that tells these items apart"
+        )
+    taken: dict[int, set[int]] = {}
+    for group, digit in zip(groups[: len(old_codes)].tolist(), old_digits.tolist(), strict=True):
+        taken.setdefault(group, set()).add(digit)
+    found = []
+    for group in groups[len(old_codes) :].tolist():
+        used = taken.setdefault(group, set())
+        # Digits of a group without gaps, the usual case, are 0 to n - 1.
+        digit = len(used)
+        if digit in used or digit >= DIGITS:
+            digit = next(place for place in range(DIGITS) if place not in used)
+        used.add(digit)
+        found.append(digit)
+    return np.array(found, np.int64)

@@ -1,0 +1,276 @@
+"""A folder of item vectors with the transform that made them, which new items need to get comparable ones.
+
+manifest.json          hashes of the other files
+embeddings.json        settings, hash of the ids, hash of the transform
+embeddings.parquet     item_id, embedding
+transform/             arrays.safetensors, terms.json (TF-IDF), transform.json
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from recsys import files, typed_json
+from recsys.errors import ConfigError, DataError
+from recsys.sid import sources
+from recsys.sid.catalogue import ITEM, read_ids, read_texts, read_training_histories, read_vectors
+
+SOURCES = ("text", "cooc", "file")
+ENCODERS = ("tfidf", "minilm")
+
+TRANSFORM = "transform"
+"""Name of the folder of a transform, in a folder of vectors and in a bundle."""
+
+TRANSFORM_FILE = f"{TRANSFORM}/transform.json"
+"""The file by which a folder with a transform is known."""
+
+_FILE, _VECTORS = "embeddings.json", "embeddings.parquet"
+_ARRAYS, _TERMS, _ABOUT = "arrays.safetensors", "terms.json", "transform.json"
+
+
+@dataclass(frozen=True)
+class ItemTable:
+    """Where texts and vectors of items come from besides the data folder.
+
+    Attributes:
+        items: item table with texts (.parquet, .csv, .jsonl); None: those of the data folder.
+        id_column: its column of ids, also that of `vectors`.
+        text_columns: columns of the text in their order; empty: all.
+        vectors: file of the source "file".
+    """
+
+    items: Path | None = None
+    id_column: str = ITEM
+    text_columns: tuple[str, ...] = ()
+    vectors: Path | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a transform.
+
+    Attributes:
+        sources: some of `SOURCES`.
+        weights: of each source, a factor on its unit vectors.
+        encoder: of the texts, one of `ENCODERS`.
+        seed: decides the randomized decompositions.
+    """
+
+    sources: list[str]
+    weights: list[float]
+    encoder: str = "tfidf"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Turns what is known of an item into its vector.
+
+    Attributes:
+        settings: sources, in the order of their parts of the vector.
+        whitenings: of each source.
+        terms: of TF-IDF texts, else None.
+    """
+
+    settings: Settings
+    whitenings: dict[str, sources.Whitening]
+    terms: sources.TextTerms | None
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a vector."""
+        return sum(self.whitenings[name].components.shape[1] for name in self.settings.sources)
+
+    def apply(self, data: Path, ids: pl.Series, table: ItemTable) -> np.ndarray:
+        """Returns the vectors of items that may be new since the transform was fitted: float32 [items, dim].
+
+        Their part of co-occurrence is zero: what they stood beside then is not known.
+        """
+        parts = []
+        for name, weight in zip(self.settings.sources, self.settings.weights, strict=True):
+            white = self.whitenings[name]
+            if name == "cooc":
+                part = np.zeros((len(ids), white.components.shape[1]), np.float32)
+            else:
+                raw = _raw_text(data, ids, table, self) if name == "text" else _raw_file(ids, table)
+                if raw.shape[1] != len(white.mean):
+                    raise DataError(
+                        f"{table.vectors or data}: vectors of {raw.shape[1]} numbers, the transform was "
+                        f"fitted on {len(white.mean)}; use the same source"
+                    )
+                part = white.apply(raw)
+            parts.append(part * np.float32(weight))
+        return np.concatenate(parts, 1)
+
+    def write(self, folder: Path) -> None:
+        """Writes the files of the transform into a new folder."""
+        folder.mkdir()
+        arrays = {}
+        for name, white in self.whitenings.items():
+            arrays |= {f"{name}.mean": white.mean, f"{name}.components": white.components}
+        if self.terms is not None:
+            arrays |= {"terms.idf": self.terms.idf, "terms.directions": self.terms.directions}
+            (folder / _TERMS).write_text(json.dumps(self.terms.terms), encoding="utf-8")
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / _ARRAYS)
+        (folder / _ABOUT).write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Transform":
+        """Reads what `write` wrote; its manifest, in the folder around it, was checked before.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        try:
+            settings = typed_json.parse((folder / _ABOUT).read_bytes(), Settings)
+            arrays = load_file(folder / _ARRAYS)
+            whitenings = {
+                name: sources.Whitening(arrays[f"{name}.mean"], arrays[f"{name}.components"])
+                for name in settings.sources
+            }
+            terms = None
+            if "terms.idf" in arrays:
+                words = typed_json.parse((folder / _TERMS).read_bytes(), list[str])
+                terms = sources.TextTerms(words, arrays["terms.idf"], arrays["terms.directions"])
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+            raise DataError(f"{folder}: damaged ({error}); make it again") from None
+        return cls(settings, whitenings, terms)
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Vectors of items.
+
+    Attributes:
+        ids: sorted ids of the items.
+        vectors: float32 [items, D].
+        transform: what made them.
+    """
+
+    ids: pl.Series
+    vectors: np.ndarray
+    transform: Transform
+
+
+def embed(data: Path, settings: Settings, table: ItemTable) -> Embeddings:
+    """Fits a transform on all items of a data folder, and co-occurrence on its training rows only.
+
+    Raises:
+        ConfigError: a source has nothing to say.
+        DataError: files are missing or damaged.
+        InstallationError: a library of a source is missing.
+    """
+    ids = read_ids(data)
+    raw: dict[str, np.ndarray] = {}
+    terms = None
+    for name in settings.sources:
+        if name == "cooc":
+            histories = read_training_histories(data, ids)
+            raw[name] = sources.co_occurrence(histories, len(ids), settings.seed)
+        elif name == "file":
+            raw[name] = _raw_file(ids, table)
+        else:
+            texts = read_texts(data, ids, table.items, table.id_column, table.text_columns)
+            if settings.encoder == "tfidf":
+                terms = sources.TextTerms.fit(texts, settings.seed)
+            raw[name] = terms.apply(texts) if terms is not None else sources.sentence_vectors(texts)
+    whitenings = {name: sources.Whitening.fit(vectors) for name, vectors in raw.items()}
+    parts = [
+        whitenings[name].apply(raw[name]) * np.float32(weight)
+        for name, weight in zip(settings.sources, settings.weights, strict=True)
+    ]
+    return Embeddings(ids, np.concatenate(parts, 1), Transform(settings, whitenings, terms))
+
+
+def _raw_text(data: Path, ids: pl.Series, table: ItemTable, transform: Transform) -> np.ndarray:
+    texts = read_texts(data, ids, table.items, table.id_column, table.text_columns)
+    return transform.terms.apply(texts) if transform.terms is not None else sources.sentence_vectors(texts)
+
+
+def _raw_file(ids: pl.Series, table: ItemTable) -> np.ndarray:
+    if table.vectors is None:
+        raise ConfigError("--source file: name the file in --vectors")
+    return read_vectors(table.vectors, ids, table.id_column)
+
+
+def write_embeddings(folder: Path, embeddings: Embeddings) -> None:
+    """Writes a folder atomically: after an error there is none, or the old one."""
+    with files.whole_folder(folder) as aside:
+        pq.write_table(
+            vector_table(embeddings), aside / _VECTORS, compression="zstd", write_page_checksum=True
+        )
+        embeddings.transform.write(aside / TRANSFORM)
+        about = {
+            "items": len(embeddings.ids),
+            "dim": embeddings.transform.dim,
+            "ids": hash_ids(embeddings.ids),
+        }
+        (aside / _FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
+        files.write_manifest(aside)
+
+
+def vector_table(embeddings: Embeddings) -> pa.Table:
+    """The ids and vectors as an arrow table."""
+    flat = pa.array(embeddings.vectors.reshape(-1))
+    vectors = pa.FixedSizeListArray.from_arrays(flat, embeddings.vectors.shape[1])
+    ids = embeddings.ids.to_arrow()
+    return pa.table(
+        {ITEM: ids.cast(pa.string()) if embeddings.ids.dtype == pl.String else ids, "embedding": vectors}
+    )
+
+
+def read_embeddings(folder: Path) -> Embeddings:
+    """Reads a folder and checks the hash of every file.
+
+    Raises:
+        DataError: it is no such folder, or its files changed.
+    """
+    require_whole(folder, "make it again with `recsys sid embed`", _VECTORS)
+    try:
+        table = pq.read_table(folder / _VECTORS)
+        column = table["embedding"].combine_chunks()
+        vectors = column.flatten().to_numpy().reshape(len(table), -1).astype(np.float32)
+        ids = pl.Series(ITEM, pl.from_arrow(table[ITEM]))
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise DataError(
+            f"{folder / _VECTORS}: damaged ({error}); make it again with `recsys sid embed`"
+        ) from None
+    return Embeddings(ids, vectors, Transform.read(folder / TRANSFORM))
+
+
+def require_whole(folder: Path, remedy: str, needed: str) -> None:
+    """Checks a folder against its manifest.
+
+    Raises:
+        DataError: a file is missing, differs, or was added.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; {remedy}")
+    faults = files.manifest_faults(folder)
+    faults += [f"{path}: not in the manifest" for path in files.not_in_manifest(folder) if not faults]
+    if not faults and not (folder / needed).is_file():
+        faults = [f"{folder / needed}: missing"]
+    if faults:
+        raise DataError("\n".join([*faults, remedy]))
+
+
+def hash_transform(folder: Path) -> str:
+    """Returns a SHA-256 over the files of a transform: vectors of the same one can be compared."""
+    digest = hashlib.sha256()
+    for path in sorted((folder / TRANSFORM).iterdir()):
+        digest.update(f"{path.name} {files.sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def hash_ids(ids: Sequence[int | str] | pl.Series) -> str:
+    """Returns a SHA-256 over ids in their order."""
+    return hashlib.sha256("\n".join(map(repr, ids)).encode()).hexdigest()
