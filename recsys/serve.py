@@ -32,7 +32,7 @@ def run(call: cli.Call) -> None:
     server.serve(
         package_folder(flags),
         server.ServerSettings(flags.host, flags.port, flags.grace_s),
-        ServingOptions(flags.deadline_ms / 1000, max_body, 8 * max_body, token),
+        ServingOptions(flags.deadline_ms / 1000, flags.max_queue, max_body, 8 * max_body, token),
         RequestLimits(flags.max_rows, flags.max_history, flags.max_candidates),
         BatchLimits(flags.max_batch, flags.max_wait_ms / 1000, flags.max_queue),
         dry_run=call.dry_run,
@@ -51,7 +51,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         ("port", int, 8000, 0, "port to listen at; 0 takes a free one"),
         ("max-wait-ms", float, 2.0, 0, "how long the first request of a batch waits for others"),
         ("max-batch", int, 64, 1, "rows that are scored together"),
-        ("max-queue", int, 512, 1, "rows that wait; more are answered 503"),
+        ("max-queue", int, 128, 1, "rows, and requests, that wait; more are answered 503"),
         ("deadline-ms", float, 1000.0, 1, "time for an answer; later ones are 504"),
         ("max-body-mib", int, 8, 1, "size of a request; larger ones are answered 413"),
         ("max-rows", int, 256, 1, "rows of a request"),

@@ -76,6 +76,8 @@ NOT_RUN = {
     "--vary 'train.seed=[1,2]'": "tests/training/test_sweep.py",
     "recsys sweep --config x.config --find-lr": "the same",
     "recsys baseline --config x.config": "tests/evaluation/test_item_means.py",
+    "recsys serve --package runs/clicks/export --port 8000": "tests/integration/test_serve.py",
+    "recsys serve --help": "tests/test_main.py",
     "scripts/gpu_check experiments/2026-12-31-my-gpu": "it needs a GPU",
     "scripts/gpu_check": "it needs a GPU",
     "scripts/test tests/ops -k mask": "a part of what runs this test",

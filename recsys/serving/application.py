@@ -56,11 +56,14 @@ class ServingOptions:
 
     Attributes:
         deadline: seconds from a request's head to its answer.
+        max_requests: requests at a time; those beyond are answered 503 before their body is read, because
+            validating is work for the event loop too.
         max_body: bytes of a request; all bodies in memory have at most `max_bodies` bytes.
         token: needed by all requests but health checks; None to need none and have no reload.
     """
 
     deadline: float
+    max_requests: int
     max_body: int
     max_bodies: int
     token: str | None
@@ -91,8 +94,12 @@ def create_app(
     """
     app = FastAPI(title="recsys", version=recsys.__version__, docs_url=None, redoc_url=None)
     bodies = Bodies(options.max_body, options.max_bodies)
+    in_flight: set[Request] = set()
 
     async def ask(request: Request, recommends: bool) -> Response:
+        if len(in_flight) >= options.max_requests:
+            return _busy("too many requests at a time; ask again later")
+        in_flight.add(request)
         until = time.monotonic() + options.deadline
         try:
             return await asyncio.wait_for(
@@ -102,6 +109,8 @@ def create_app(
             return failure(504, f"no answer within {1000 * options.deadline:g} ms")
         except (QueueFullError, ClosedError):
             return _busy("the queue is full; ask again later")
+        finally:
+            in_flight.discard(request)
 
     @app.post(SCORE, summary="Scores the candidates of each row.")
     async def score(request: Request) -> Response:
