@@ -97,7 +97,7 @@ def main() -> int:
         "--rate", type=float, nargs="+", default=[50.0, 100.0, 200.0], help="requests a second"
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="for each rate (default: 10)")
-    parser.add_argument("--connections", type=int, default=256, help="at most (default: 256)")
+    parser.add_argument("--connections", type=int, default=32, help="at most (default: 32)")
     parser.add_argument("--token-env", metavar="NAME", help="environment variable with the server's token")
     flags = parser.parse_args()
     try:

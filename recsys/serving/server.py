@@ -76,6 +76,8 @@ def serve(
                 server_header=False,
                 lifespan="off",
                 limit_concurrency=_CONNECTIONS,
+                # Longer than most clients keep connections, so that none sends into one that is being closed.
+                timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, round(settings.grace)),
             )
         )
