@@ -39,6 +39,7 @@ COMMANDS = {
     "export": Command("recsys.export", "compile a trained model into a package"),
     "compile-protos": Command("recsys.compile_protos", "compile the .proto files of a package of yours"),
     "predict": Command("recsys.predict", "score or recommend with a package"),
+    "serve": Command("recsys.serve", "score or recommend over HTTP with a package"),
 }
 
 COMPLETION = """\

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from recsys import environment
@@ -114,3 +114,20 @@ def positive(text: str) -> int:
     if len(text) > len(str(MOST)) or int(text) > MOST:
         raise argparse.ArgumentTypeError(f"{shortened(text)} is too large; give at most {MOST}")
     return int(text)
+
+
+def between(least: float, most: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Returns the `type` of an argument that must be a number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            noun = "an integer" if kind is int else "a number"
+            what = f"{shortened(text)} is not {noun} from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(what)
+        return value
+
+    return parse

@@ -32,7 +32,7 @@ def run(call: cli.Call) -> None:
     from recsys.inference.predictor import Predictor, predict
     from recsys.inference.rows import given_source
 
-    predictor = Predictor(Package(_folder(call.flags)), call.pipeline)
+    predictor = Predictor(Package(package_folder(call.flags)), call.pipeline)
     source = open_source(given_source(call.flags.input, call.pipeline), predictor.pipeline)
     if call.dry_run:
         log.info("dry run: the package answers its golden rows; %d rows would be scored", source.num_rows)
@@ -41,16 +41,18 @@ def run(call: cli.Call) -> None:
     log.info("%d rows, %d of them left out as bad: %s", done.rows, done.left_out, done.folder)
 
 
-def _folder(flags: argparse.Namespace) -> Path:
+def package_folder(flags: argparse.Namespace) -> Path:
+    """Returns the folder that `--package` names, or the package in the run folder."""
     if flags.package or flags.run_dir:
         return Path(flags.package or Path(flags.run_dir) / "export")
     raise ConfigError("--package: not given; name a folder of recsys.export, or its run in --run-dir")
 
 
-def _packaged_config(flags: argparse.Namespace) -> Path:
+def packaged_config(flags: argparse.Namespace) -> Path:
+    """Returns the config in the package that the flags name."""
     if flags.config is not None:
         raise ConfigError("--config: a package carries its own config; change it with --set")
-    path = _folder(flags) / config.FILE_NAME
+    path = package_folder(flags) / config.FILE_NAME
     if not path.is_file():
         raise ConfigError(f"{path}: there is no package; `python -m recsys.export` makes one of a run")
     return path
@@ -58,22 +60,19 @@ def _packaged_config(flags: argparse.Namespace) -> Path:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("predict flags")
-    about = "folder that recsys.export wrote (default: <run-dir>/export)"
-    group.add_argument("--package", metavar="DIR", help=about)
+    group.add_argument("--package", metavar="DIR", help="folder of recsys.export (default: <run-dir>/export)")
     group.add_argument(
         "--input",
         metavar="PATH",
         nargs="+",
         help="parquet or .csv files, folders or patterns (default: data.test)",
     )
-    group.add_argument(
-        "--output", metavar="DIR", help="folder of the predictions (default: <run-dir>/predictions)"
-    )
+    group.add_argument("--output", metavar="DIR", help="predictions (default: <run-dir>/predictions)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("predict", run, arguments, add_flags=_add_flags, config_file=_packaged_config)
+    return cli.main("predict", run, arguments, add_flags=_add_flags, config_file=packaged_config)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,15 @@ LAYERS = (
     {"scoring"},
     {"evaluation"},
     {"training", "inference"},
+    {"serving"},
     {"flags", "prepare"},
     {"sid"},
     {"api"},
-    {"cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor"}
+    {"cli", "doctor_checks", "train", "evaluate", "export", "predict", "serve", "doctor"}
     | {"baseline", "blend", "sweep", "__main__", "compile_protos", "init", "install", "resources"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-ENTRY_POINTS = ("train", "evaluate", "export", "predict", "doctor")
+ENTRY_POINTS = ("train", "evaluate", "export", "predict", "serve", "doctor")
 # Of two neighbours one must not know the other; one layer stays usable without the config language.
 FORBIDDEN = {"data": {"modules"}, "ops": {"protos", "config"}}
 # Where one layer may use a single name of another.

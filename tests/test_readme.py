@@ -81,6 +81,8 @@ NOT_RUN = {
     "--vary 'train.seed=[1,2]'": "tests/training/test_sweep.py",
     "recsys sweep --config x.config --find-lr": "the same",
     "recsys baseline --config x.config": "tests/evaluation/test_item_means.py",
+    "recsys serve --package runs/clicks/export --port 8000": "tests/integration/test_serve.py",
+    "recsys serve --help": "tests/test_main.py",
     "recsys sid embed --data tests/data/movielens --output data/vectors": "tests/sid/test_docs.py",
     "recsys sid fit --embeddings data/vectors --output data/bundle --balanced": "the same",
     "recsys sid report --bundle data/bundle": "the same",

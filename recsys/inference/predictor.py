@@ -79,6 +79,20 @@ class Predicted:
     left_out: int
 
 
+class BestItems(NamedTuple):
+    """Items of several rows, end to end.
+
+    Attributes:
+        lengths: int64 [rows], number of items of each row, at most the `k` that was asked for.
+        ids: original ids of all items.
+        scores: float32, one for each item.
+    """
+
+    lengths: np.ndarray
+    ids: pa.Array
+    scores: np.ndarray
+
+
 class Predictor:
     """Scores row groups with a package.
 
@@ -132,7 +146,16 @@ class Predictor:
             DataError: a column is missing or has a wrong type, or a row is bad and `data.bad_rows` does not
                 leave it out.
         """
-        return self.answer(table, self._block(table, origin, duplicates))
+        return self.answer(table, self.convert(table, origin, duplicates))
+
+    def convert(
+        self, table: pa.Table, origin: Origin = ORIGIN, duplicates: Duplicates | None = None
+    ) -> ColumnBlock:
+        """Checks and converts the rows of one table; arguments and errors are those of `table`."""
+        if table.schema != self._fits:
+            check_schema(table.schema, self.pipeline, MODE, origin.path)
+            self._fits = table.schema
+        return self.converter.block(table, origin, duplicates)
 
     def answer(self, table: pa.Table, block: ColumnBlock) -> pa.Table:
         """Scores the rows of a table, like `table`, given the block that it was converted to."""
@@ -153,7 +176,7 @@ class Predictor:
         Raises:
             DataError: as in `table`.
         """
-        block = self._block(table, ORIGIN, None)
+        block = self.convert(table)
         vectors = [
             self.scorer.score(self._batch(block.select(rows))).cpu().numpy()
             for rows in runs(len(block.row), self.settings.batch_size)
@@ -164,12 +187,6 @@ class Predictor:
         """Returns the share of the exact results that the index has found so far; None without an index."""
         return None if self.package.items is None else self.search.recall()
 
-    def _block(self, table: pa.Table, origin: Origin, duplicates: Duplicates | None) -> ColumnBlock:
-        if table.schema != self._fits:
-            check_schema(table.schema, self.pipeline, MODE, origin.path)
-            self._fits = table.schema
-        return self.converter.block(table, origin, duplicates)
-
     def _rank(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         names = self.package.description.outputs
         flat = self.scores.of(block)
@@ -178,8 +195,8 @@ class Predictor:
         columns = {item: table[item]} if item else {}
         return columns | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
 
-    def _retrieve(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
-        k = self.settings.top_k
+    def best_items(self, block: ColumnBlock, k: int) -> BestItems:
+        """Searches the best items of each row, of a model that searches items; the best come first."""
         items, scores = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
         for rows in runs(len(block.row), self.settings.batch_size):
             batch = self._batch(block.select(rows))
@@ -192,10 +209,18 @@ class Predictor:
             scores.append(best.scores.numpy())
         numbers = np.concatenate(items)
         is_item = numbers >= 0
-        lengths = _lengths(is_item.sum(axis=1), block)
+        return BestItems(
+            lengths=is_item.sum(axis=1),
+            ids=self.vocabulary.ids.take(pa.array(numbers[is_item])),
+            scores=np.concatenate(scores)[is_item],
+        )
+
+    def _retrieve(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
+        best = self.best_items(block, self.settings.top_k)
+        lengths = _lengths(best.lengths, block)
         return {
-            self.item: _lists(self.vocabulary.ids.take(pa.array(numbers[is_item])), lengths),
-            features.SCORE: _lists(pa.array(np.concatenate(scores)[is_item]), lengths),
+            self.item: _lists(best.ids, lengths),
+            features.SCORE: _lists(pa.array(best.scores), lengths),
         }
 
     def _batch(self, block: ColumnBlock) -> Batch:

@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,52 +22,8 @@ from recsys.errors import ConfigError, DataError
 from recsys.inference import exporter
 from recsys.inference.package import Package
 from recsys.inference.predictor import Predictor
+from tests.integration.exports import Exported
 from tests.integration.runs import ROOT, command, command_in_new_process, evaluate
-
-RANKER = ("tests/integration/tiny.config", "train.num_steps=40", "train.evaluation.every_steps=40")
-RETRIEVER = (
-    "configs/movielens_small_two_tower.config",
-    "train.num_epochs=",
-    "train.num_steps=12",
-    "train.schedule.warmup_steps=0",
-    "train.evaluation.every_steps=12",
-    "data.num_workers=0",
-)
-
-
-class Exported(NamedTuple):
-    """A trained run, its package alone in a folder, and the rows that it is tried on."""
-
-    run: Path
-    package: Path
-    rows: Path
-
-
-def export(folder: Path, config: str, *overrides: str, rows: Path) -> Exported:
-    settings = [part for override in overrides for part in ("--set", override)]
-    run, alone = folder / "run", folder / "alone"
-    command("train", "--config", config, "--run-dir", run, *settings)
-    # Nothing but our own lines: a user cannot act on what libraries say about themselves.
-    said = command_in_new_process("export", "--run-dir", run, cwd=ROOT).strip().splitlines()
-    assert all(" INFO " in line for line in said), said
-    alone.mkdir()
-    shutil.move(run / "export", alone / "export")
-    return Exported(run, alone / "export", rows)
-
-
-@pytest.fixture(scope="module")
-def ranker(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranker")
-    return export(folder, *RANKER, rows=ROOT / "tests/data/kuairand/test.parquet")
-
-
-@pytest.fixture(scope="module")
-def retriever(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("retriever")
-    table = pq.read_table(ROOT / "tests/data/movielens/test.parquet")
-    short = table.filter(pc.less_equal(pc.list_value_length(table["uih_item_id"]), 50))
-    pq.write_table(short, folder / "rows.parquet", row_group_size=100)
-    return export(folder, *RETRIEVER, rows=folder / "rows.parquet")
 
 
 def predict(package: Path, rows: Path, output: Path, *flags: object) -> pa.Table:

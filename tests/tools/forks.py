@@ -54,6 +54,10 @@ class Fork:
             time.sleep(0.02)
         return self._output.read_text(), None
 
+    def output(self) -> str:
+        """Returns what the process has written so far."""
+        return self._output.read_text() if self._output.exists() else ""
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)

@@ -1,0 +1,235 @@
+"""The routes of the server, as a FastAPI application.
+
+POST /score, /recommend     one of them, as the package scores candidates or searches items
+POST /reload                with the token only
+GET  /healthz, /readyz      alive; ready to answer
+GET  /metrics               Prometheus
+GET  /openapi.json          made of what the package reads
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import recsys
+from recsys.serving.batcher import ClosedError, DeadlineError, QueueFullError
+from recsys.serving.guard import Bodies, Guard, failure
+from recsys.serving.metrics import Metrics
+from recsys.serving.model import Prepared
+from recsys.serving.reload import ModelHolder, ReloadError
+from recsys.serving.schema import Failure, InvalidRequestError
+
+SCORE, RECOMMEND, RELOAD = "/score", "/recommend", "/reload"
+_ROUTES = frozenset({SCORE, RECOMMEND, RELOAD, "/healthz", "/readyz", "/metrics", "/openapi.json"})
+_SMALL = 1 << 16
+"""Bytes up to which a body is parsed in the event loop; larger ones would keep other requests waiting."""
+
+_REFERENCE = "#/components/schemas/{model}"
+_FAILURES = {
+    400: "The body is no JSON.",
+    401: "The token is missing or wrong.",
+    413: "The body is too large.",
+    422: "The request does not fit; `findings` name field and row.",
+    503: "The queue is full; Retry-After says when to ask again.",
+    504: "The deadline passed.",
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """Options of the application.
+
+    Attributes:
+        deadline: seconds from a request's head to its answer.
+        max_requests: requests at a time; those beyond are answered 503 before their body is read, because
+            validating is work for the event loop too.
+        max_body: bytes of a request; all bodies in memory have at most `max_bodies` bytes.
+        token: needed by all requests but health checks; None to need none and have no reload.
+    """
+
+    deadline: float
+    max_requests: int
+    max_body: int
+    max_bodies: int
+    token: str | None
+
+
+class ReloadRequest(BaseModel):
+    """The body of /reload, which may be empty."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    package: str | None = None
+    """A folder beside the package that the server was started with; None loads that one again."""
+
+
+def create_app(
+    holder: ModelHolder,
+    metrics: Metrics,
+    options: ServingOptions,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> ASGIApp:
+    """Makes the application.
+
+    Args:
+        holder: the model that answers.
+        metrics: counts requests.
+        options: limits, token.
+        is_stopping: tells whether the server is about to end, when it is not ready any more.
+    """
+    app = FastAPI(title="recsys", version=recsys.__version__, docs_url=None, redoc_url=None)
+    bodies = Bodies(options.max_body, options.max_bodies)
+    in_flight: set[Request] = set()
+
+    async def ask(request: Request, recommends: bool) -> Response:
+        if len(in_flight) >= options.max_requests:
+            return _busy("too many requests at a time; ask again later")
+        in_flight.add(request)
+        until = time.monotonic() + options.deadline
+        try:
+            return await asyncio.wait_for(
+                _answer(request, holder, bodies, recommends, until), options.deadline
+            )
+        except (asyncio.TimeoutError, DeadlineError):
+            return failure(504, f"no answer within {1000 * options.deadline:g} ms")
+        except (QueueFullError, ClosedError):
+            return _busy("the queue is full; ask again later")
+        finally:
+            in_flight.discard(request)
+
+    @app.post(SCORE, summary="Scores the candidates of each row.")
+    async def score(request: Request) -> Response:
+        return await ask(request, recommends=False)
+
+    @app.post(RECOMMEND, summary="Recommends the best of all items for each row.")
+    async def recommend(request: Request) -> Response:
+        return await ask(request, recommends=True)
+
+    @app.post(RELOAD, summary="Loads a package anew, or another one, and lets it take over.")
+    async def reload(request: Request) -> Response:
+        return await _reload(request, holder, bodies, metrics, options)
+
+    @app.get("/healthz", summary="Tells whether the server works.")
+    async def healthz() -> Response:
+        alive = holder.current.batcher.is_alive
+        return JSONResponse({"status": "ok"}) if alive else failure(500, "the forward thread has ended")
+
+    @app.get("/readyz", summary="Tells whether the server accepts requests.")
+    async def readyz() -> Response:
+        if is_stopping():
+            return _busy("the server is stopping")
+        return JSONResponse({"status": "ready", "model": holder.current.version})
+
+    @app.get("/metrics", summary="Metrics in Prometheus's text format.")
+    async def show_metrics() -> Response:
+        metrics.waiting_rows.set(holder.current.batcher.waiting_rows)
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(InvalidRequestError)
+    async def invalid(request: Request, error: InvalidRequestError) -> Response:
+        answer = JSONResponse(error.failure.model_dump(), error.status)
+        if error.status in (413, 415, 503):
+            # The rest of the body is not read.
+            answer.headers["Connection"] = "close"
+        if error.status == 503:
+            answer.headers["Retry-After"] = "1"
+        return answer
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return JSONResponse(Failure(error=str(error.detail)).model_dump(), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.error("a request failed", exc_info=error)
+        return failure(500, "internal error; the server's log has it")
+
+    app.openapi = lambda: _openapi(app, holder)
+    return Guard(app, metrics, _ROUTES, options.token)
+
+
+async def _answer(
+    request: Request, holder: ModelHolder, bodies: Bodies, recommends: bool, until: float
+) -> Response:
+    """Reads, validates and scores one request."""
+    body = await bodies.read(request)
+    try:
+        with holder.use() as model:
+            if model.recommends != recommends:
+                fit, does = (
+                    (RECOMMEND, "searches items") if model.recommends else (SCORE, "scores candidates")
+                )
+                return failure(404, f"the package {does}: POST {fit}")
+            prepared: Prepared
+            if len(body) <= _SMALL:
+                prepared = model.prepare(body)
+            else:
+                prepared = await asyncio.to_thread(model.prepare, body)
+            future = model.batcher.submit(prepared, len(prepared.request.rows), until)
+            columns = await asyncio.wrap_future(future)
+            text = json.dumps(model.answer(prepared, columns), ensure_ascii=False, allow_nan=False)
+            return Response(text, media_type="application/json")
+    finally:
+        bodies.release(body)
+
+
+async def _reload(
+    request: Request, holder: ModelHolder, bodies: Bodies, metrics: Metrics, options: ServingOptions
+) -> Response:
+    if options.token is None:
+        return failure(403, "start the server with --token-file or --token-env to allow reloads")
+    body = await bodies.read(request)
+    bodies.release(body)
+    try:
+        asked = ReloadRequest.model_validate_json(body) if body else ReloadRequest()
+        model = await holder.reload(asked.package)
+    except ValidationError as error:
+        return failure(422, "; ".join(one["msg"] for one in error.errors(include_url=False)))
+    except ReloadError as error:
+        metrics.reloads.labels("refused").inc()
+        return failure(409, f"{holder.current.version} goes on: {error}")
+    metrics.reloads.labels("done").inc()
+    return JSONResponse({"model": model.version})
+
+
+def _busy(error: str) -> JSONResponse:
+    answer = failure(503, error)
+    answer.headers["Retry-After"] = "1"
+    return answer
+
+
+def _openapi(app: FastAPI, holder: ModelHolder) -> dict[str, Any]:
+    """Describes the routes, with the request and answer of the package that is served."""
+    model = holder.current
+    described = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    fits, other = (RECOMMEND, SCORE) if model.recommends else (SCORE, RECOMMEND)
+    del described["paths"][other]
+    models = [(model.schema.request, "validation"), (model.schema.answer, "serialization")]
+    models += [(Failure, "serialization"), (ReloadRequest, "validation")]
+    _, definitions = models_json_schema(models, ref_template=_REFERENCE)
+    described.setdefault("components", {})["schemas"] = definitions["$defs"]
+
+    def content(name: str) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=name)}}}}
+
+    failures = {str(code): {"description": what, **content("Failure")} for code, what in _FAILURES.items()}
+    operation = described["paths"][fits]["post"]
+    operation["requestBody"] = {"required": True, **content("Request")}
+    operation["responses"] = {"200": {"description": "Scores.", **content("Answer")}, **failures}
+    described["paths"][RELOAD]["post"]["requestBody"] = {"required": False, **content("ReloadRequest")}
+    return described

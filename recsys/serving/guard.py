@@ -1,0 +1,129 @@
+"""The ASGI layer around the application: token, request id, metrics, log line; and bodies of bounded size."""
+
+import hmac
+import logging
+import re
+import secrets
+import time
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from recsys.serving.metrics import Metrics
+from recsys.serving.schema import Failure, InvalidRequestError
+
+OPEN_ROUTES = ("/healthz", "/readyz")
+"""Routes that need no token: whoever starts and stops servers asks them."""
+
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """Answers 401 without the token, counts every answer, and logs a line for each.
+
+    Args:
+        app: the application.
+        metrics: counts answers.
+        routes: paths that exist; others are counted as "other", so that nobody can invent labels.
+        token: needed in `Authorization: Bearer TOKEN`, but for OPEN_ROUTES; None to need none.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str], token: str | None) -> None:
+        self._app, self._metrics, self._routes = app, metrics, routes
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        path = scope["path"]
+        try:
+            if self._may_pass(path, headers.get(b"authorization", b"")):
+                await self._app(scope, receive, send_with_id)
+            else:
+                refused = failure(401, "give the token: Authorization: Bearer TOKEN")
+                refused.headers["WWW-Authenticate"] = "Bearer"
+                await refused(scope, receive, send_with_id)
+        finally:
+            route = path if path in self._routes else "other"
+            seconds = time.perf_counter() - started
+            self._metrics.requests.labels(route, str(status)).inc()
+            self._metrics.seconds.labels(route).observe(seconds)
+            if path not in OPEN_ROUTES or status != 200:
+                fields = {"route": route, "status": status, "ms": round(1000 * seconds, 3)}
+                log.info("request", extra={"fields": {**fields, "request_id": request_id.decode()}})
+
+    def _may_pass(self, path: str, given: bytes) -> bool:
+        if self._expected is None or path in OPEN_ROUTES:
+            return True
+        return hmac.compare_digest(given, self._expected)
+
+
+class Bodies:
+    """Reads bodies; bounds the size of each, and of all that are in memory at a time.
+
+    Args:
+        max_bytes: of one body.
+        max_total: of all bodies of requests that have no answer yet.
+    """
+
+    def __init__(self, max_bytes: int, max_total: int) -> None:
+        self._max_bytes, self._left = max_bytes, max_total
+
+    async def read(self, request: Request) -> bytes:
+        """Returns the body of a request; `release` gives its room back.
+
+        Raises:
+            InvalidRequestError: 413 for a body that is too large, by its header or as it comes; 503 if there
+                is no room; 415 for a compressed one.
+        """
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise _invalid(415, "send the body without Content-Encoding")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and (len(declared) > 15 or int(declared) > self._max_bytes):
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > self._max_bytes:
+                    raise self._too_large()
+                if len(chunk) > self._left:
+                    raise _invalid(503, "too many bodies at a time; ask again later")
+                self._left -= len(chunk)
+                body += chunk
+        except BaseException:
+            self._left += len(body)
+            raise
+        return bytes(body)
+
+    def release(self, body: bytes) -> None:
+        """Gives back the room of a body."""
+        self._left += len(body)
+
+    def _too_large(self) -> InvalidRequestError:
+        return _invalid(413, f"the body has more than {self._max_bytes:,} bytes: send fewer rows at a time")
+
+
+def failure(status: int, error: str) -> JSONResponse:
+    """Returns an answer that is no success."""
+    return JSONResponse(Failure(error=error).model_dump(), status)
+
+
+def _invalid(status: int, error: str) -> InvalidRequestError:
+    return InvalidRequestError(status, Failure(error=error))

@@ -1,0 +1,42 @@
+"""What the server counts, in Prometheus's text format."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "recsys_requests", "Answered requests.", ["route", "status"], registry=self._registry
+        )
+        self.seconds = Histogram(
+            "recsys_request_seconds",
+            "Time from a request's head to the end of its answer.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.batch_rows = Histogram(
+            "recsys_batch_rows", "Rows that were scored together.", buckets=_ROWS, registry=self._registry
+        )
+        self.waiting_rows = Gauge(
+            "recsys_queue_rows", "Rows that wait to be scored.", registry=self._registry
+        )
+        self.reloads = Counter("recsys_reloads", "Reloads by outcome.", ["outcome"], registry=self._registry)
+        self._model = Gauge(
+            "recsys_model_info", "1 for the package that is served.", ["version"], registry=self._registry
+        )
+
+    def set_model(self, version: str) -> None:
+        """Names the package that is served."""
+        self._model.clear()
+        self._model.labels(version).set(1)
+
+    def text(self) -> bytes:
+        """Returns all metrics as text."""
+        return generate_latest(self._registry)

@@ -1,0 +1,162 @@
+"""A loaded package that answers requests: validation, rows to a block, and the batcher that scores blocks."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recsys import files
+from recsys import protos as pb
+from recsys.config import features
+from recsys.data.convert.column_block import ColumnBlock, join
+from recsys.data.convert.converter import Origin
+from recsys.errors import DataError
+from recsys.inference.package import Package
+from recsys.inference.predictor import Predictor
+from recsys.serving.batcher import Batcher, BatchLimits
+from recsys.serving.schema import (
+    Failure,
+    Finding,
+    InvalidRequestError,
+    RequestLimits,
+    RequestSchema,
+    output_types,
+)
+
+_ORIGIN = Origin(path="request")
+_REMEDY = " Correct the file"
+"""Beginning of the advice that errors about files end with."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated request.
+
+    Attributes:
+        request: the pydantic model.
+        block: its rows, converted.
+        k: items of each row; 0 for a model that scores candidates.
+    """
+
+    request: Any
+    block: ColumnBlock
+    k: int
+
+
+Columns = dict[str, list[list[Any]]]
+"""An answer's columns: for each row a list."""
+
+
+class ServingModel:
+    """A package that answers requests. Loading checks hashes and golden rows, as every `Package` does.
+
+    Args:
+        folder: folder of the package.
+        requests: bounds of a request.
+        batches: bounds of batches and of the queue.
+        observe: called with the number of rows of each batch.
+
+    Attributes:
+        version: step, and the beginning of the hash of the package's manifest.
+        recommends: True if it searches items, False if it scores candidates.
+
+    Raises:
+        PackageError: the package is damaged, or computes something else here.
+        DataError: a vocabulary cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        requests: RequestLimits,
+        batches: BatchLimits,
+        observe: Callable[[int], None] = lambda rows: None,
+    ) -> None:
+        package = Package(folder)
+        self.folder = folder
+        self.version = f"step-{package.description.step}-{files.sha256(folder / files.MANIFEST)[:12]}"
+        self.recommends = package.items is not None
+        keys = list(package.pipeline.data.key_columns)
+        self._predictor = Predictor(package, _for_requests(package.pipeline))
+        searched = self._predictor.item if package.items is not None else None
+        outputs = output_types(package.pipeline, package.description.outputs, searched)
+        self._tasks = package.description.outputs
+        self._candidates = None if self.recommends else features.candidate_item(package.pipeline)
+        max_items = None if package.items is None else len(package.items)
+        self.schema = RequestSchema(package.pipeline, keys, outputs, max_items, requests)
+        self.batcher: Batcher[Prepared, Columns] = Batcher(self._run, batches, observe)
+
+    def prepare(self, body: bytes) -> Prepared:
+        """Validates the body of a request and converts its rows.
+
+        Raises:
+            InvalidRequestError: it cannot be answered; names field and row.
+        """
+        request = self.schema.parse(body)
+        try:
+            block = self._predictor.convert(self.schema.table(request.rows), _ORIGIN)
+        except DataError as error:
+            message = str(error).partition(_REMEDY)[0]
+            failure = Failure(error="a row is bad", findings=[Finding(field="rows", message=message)])
+            raise InvalidRequestError(422, failure) from None
+        return Prepared(request, replace(block, keys=None), request.k if self.recommends else 0)
+
+    def answer(self, prepared: Prepared, columns: Columns) -> dict[str, Any]:
+        """Puts the columns of an answer beside the request's keys; the body of the response."""
+        rows = []
+        for i, given in enumerate(prepared.request.rows):
+            row = {name: self.schema.values(given, name) for name in self.schema.keys}
+            if self._candidates is not None:
+                row[self._candidates] = self.schema.values(given, self._candidates)
+            row |= {name: values[i] for name, values in columns.items()}
+            rows.append(row)
+        return {"model": self.version, "rows": rows}
+
+    def _run(self, batch: Sequence[Prepared]) -> list[Columns]:
+        """Scores the rows of all requests together."""
+        blocks = [prepared.block for prepared in batch]
+        block = blocks[0] if len(blocks) == 1 else join(blocks)
+        rows = np.cumsum([len(part.row) for part in blocks])[:-1]
+        if self.recommends:
+            k = max(prepared.k for prepared in batch)
+            best = self._predictor.best_items(block, k)
+            ids, scores = (
+                _split(best.ids.to_pylist(), best.lengths),
+                _split(best.scores.tolist(), best.lengths),
+            )
+            starts = [0, *rows.tolist(), len(ids)]
+            return [
+                {
+                    self._predictor.item: [row[: one.k] for row in ids[start:end]],
+                    features.SCORE: [row[: one.k] for row in scores[start:end]],
+                }
+                for one, start, end in zip(batch, starts[:-1], starts[1:], strict=True)
+            ]
+        lengths = block.lengths[pb.CANDIDATE]
+        flat = self._predictor.scores.of(block)
+        columns = {name: _split(flat[:, i].tolist(), lengths) for i, name in enumerate(self._tasks)}
+        starts = [0, *rows.tolist(), len(lengths)]
+        return [
+            {name: values[start:end] for name, values in columns.items()}
+            for start, end in zip(starts[:-1], starts[1:], strict=True)
+        ]
+
+
+def _for_requests(pipeline: pb.Pipeline) -> pb.Pipeline:
+    """Changes a package's config for requests: keys need not be unique, and bad rows are errors."""
+    data = pipeline.data
+    data.ClearField("key_columns")
+    data.ClearField("group_column")
+    data.ClearField("bad_rows")
+    return pipeline
+
+
+def _split(values: list[Any], lengths: np.ndarray) -> list[list[Any]]:
+    """Returns one list a row of values that lie end to end."""
+    ends = np.cumsum(lengths).tolist()
+    return [values[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

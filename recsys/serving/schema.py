@@ -1,0 +1,255 @@
+"""Models of requests and answers, made of the columns that a package reads; OpenAPI is made of them.
+
+Names of features are anything that a config allows, so fields have neutral names and the column's name as
+alias.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from recsys import protos as pb
+from recsys.config import features
+from recsys.data.arrow import first_line, is_text
+from recsys.data.schema.contract import FileColumn, Kind, file_columns
+from recsys.data.schema.vocabulary import id_type
+
+MOST_FINDINGS = 20
+"""An answer names at most this many faults of a request."""
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+_Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+_MEANING = {
+    Kind.ID: "original ids; ids that the package does not know count as unknown",
+    Kind.NUMBER: "numbers",
+    Kind.TIME: "seconds since 1970",
+    Kind.ACTIONS: "bitmask of actions",
+    Kind.WATCH_TIME: "seconds watched",
+}
+
+
+class Finding(BaseModel):
+    """One fault of a request."""
+
+    field: str = Field(
+        description="Place in the request, such as rows[3].uih_item_id[2]; empty for the whole."
+    )
+    message: str
+
+
+class Failure(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: str
+    findings: list[Finding] = []
+
+
+class InvalidRequestError(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        status: HTTP status.
+        failure: the body of the answer.
+    """
+
+    def __init__(self, status: int, failure: Failure) -> None:
+        super().__init__(failure.error)
+        self.status, self.failure = status, failure
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Bounds of one request: its rows, and the events and candidates of each of them."""
+
+    rows: int
+    history: int
+    candidates: int
+
+
+@dataclass(frozen=True)
+class _RowField:
+    """A field of a row: the column's name, and how its values are stored in a table."""
+
+    name: str
+    kind: pa.DataType | None
+    required: bool
+
+
+class RequestSchema:
+    """What a package reads, as pydantic models.
+
+    Args:
+        pipeline: resolved config of the package.
+        key_columns: names of columns that are given back unchanged; optional in a request.
+        outputs: names of the columns of an answer.
+        max_items: number of items that can be recommended; None for a model that scores candidates.
+        limits: bounds of a request.
+
+    Attributes:
+        request: model of the body of a request.
+        answer: model of the body of its answer.
+    """
+
+    def __init__(
+        self,
+        pipeline: pb.Pipeline,
+        key_columns: list[str],
+        outputs: dict[str, Any],
+        max_items: int | None,
+        limits: RequestLimits,
+    ) -> None:
+        columns = file_columns(pipeline, "predict")
+        self._fields = [_RowField(c.name, _stored(c), c.required) for c in columns]
+        taken = {column.name for column in columns}
+        self.keys = list(key_columns)
+        fields = {f"f{i}": _declared(column, limits) for i, column in enumerate(columns)}
+        echoed = [name for name in key_columns if name not in taken]
+        about = "Given back unchanged; not read otherwise."
+        fields |= {
+            f"k{i}": (int | str | None, Field(None, alias=name, description=about))
+            for i, name in enumerate(echoed)
+        }
+        self._names = {**{c.name: f"f{i}" for i, c in enumerate(columns)}}
+        self._names |= {name: f"k{i}" for i, name in enumerate(echoed)}
+        row = create_model("Row", __config__=_STRICT, __doc__="One user at one time.", **fields)
+        body: dict[str, Any] = {
+            "rows": (list[row], Field(min_length=1, max_length=limits.rows)),
+        }
+        if max_items is not None:
+            top = pipeline.predict.top_k
+            body["k"] = (Annotated[int, Field(ge=1, le=max_items)], Field(top, description="Items a row."))
+        self.request = create_model("Request", __config__=_STRICT, **body)
+        keys = {f"k{i}": (int | str | None, Field(None, alias=name)) for i, name in enumerate(key_columns)}
+        values = {f"o{i}": (kind, Field(alias=name)) for i, (name, kind) in enumerate(outputs.items())}
+        answered = create_model("AnswerRow", __config__=_STRICT, **keys, **values)
+        self.answer = create_model(
+            "Answer",
+            __config__=_STRICT,
+            model=(str, Field(description="Version of the package that answered.")),
+            rows=(list[answered], Field(description="One row for each row of the request, in its order.")),
+        )
+
+    def parse(self, body: bytes) -> Any:
+        """Validates the JSON of a request, and returns an instance of `request`.
+
+        Raises:
+            InvalidRequestError: status 400 for what is no JSON, 422 for what does not fit.
+        """
+        try:
+            return self.request.model_validate_json(body)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            if found[0]["type"] == "json_invalid":
+                failure = Failure(error=f"the body is no JSON that can be read: {found[0]['msg']}")
+                raise InvalidRequestError(400, failure) from None
+            findings = [Finding(field=_place(one["loc"]), message=one["msg"]) for one in found]
+            more = len(findings) - MOST_FINDINGS
+            said = f"the request does not fit{f'; {more} more findings' if more > 0 else ''}"
+            failure = Failure(error=said, findings=findings[:MOST_FINDINGS])
+            raise InvalidRequestError(422, failure) from None
+
+    def table(self, rows: list[Any]) -> pa.Table:
+        """Returns the columns that the package reads, of validated rows.
+
+        Raises:
+            InvalidRequestError: a column is given in some rows only, or has ids of two types.
+        """
+        columns: dict[str, pa.Array] = {}
+        for field in self._fields:
+            values = [getattr(row, self._names[field.name]) for row in rows]
+            if not field.required and None in values:
+                if any(value is not None for value in values):
+                    raise _unfit(field.name, "give it in all rows of a request, or in none")
+                continue
+            try:
+                columns[field.name] = pa.array(values, field.kind)
+            except (pa.ArrowException, ValueError, TypeError) as error:
+                raise _unfit(field.name, first_line(error)) from None
+        return pa.table(columns)
+
+    def values(self, row: Any, name: str) -> Any:
+        """Returns the value of a column of a validated row."""
+        return getattr(row, self._names[name])
+
+
+def _declared(column: FileColumn, limits: RequestLimits) -> tuple[Any, Any]:
+    """Type and field of a column, for `create_model`."""
+    kind: Any = _value(column)
+    if column.multi_valued:
+        kind = list[kind]
+    about = _MEANING.get(column.kind, "")
+    default: Any = ...
+    if column.side == pb.USER:
+        return kind, Field(default, alias=column.name, description=about.capitalize())
+    of, most = "candidate", limits.candidates
+    if column.side == pb.HISTORY:
+        of, most = "event of the history, oldest first", limits.history
+    listed: Any = Annotated[list[kind], Field(max_length=most)]
+    if not column.required:
+        listed, default = listed | None, None
+    about = f"{about.capitalize()}; one value for each {of}."
+    return listed, Field(default, alias=column.name, description=about)
+
+
+def _value(column: FileColumn) -> Any:
+    """Type of a single value."""
+    if column.kind is Kind.ID and column.feature is not None:
+        if column.feature.id.HasField("hash"):
+            return _Int64 | str
+        return str if _has_text_ids(column) else _Int64
+    if column.kind in (Kind.NUMBER, Kind.WATCH_TIME):
+        numeric = column.feature.numeric if column.feature is not None else None
+        return float | None if numeric is not None and numeric.HasField("fill") else float
+    return _Int64
+
+
+def _stored(column: FileColumn) -> pa.DataType | None:
+    """Type of a column in a table; None for hashed ids, which are texts or integers."""
+    if column.kind is Kind.ID and column.feature is not None:
+        if column.feature.id.HasField("hash"):
+            return None
+        kind = pa.large_string() if _has_text_ids(column) else pa.int64()
+    else:
+        kind = pa.float64() if column.kind in (Kind.NUMBER, Kind.WATCH_TIME) else pa.int64()
+    for _ in range(column.depth):
+        kind = pa.list_(kind)
+    return kind
+
+
+def _has_text_ids(column: FileColumn) -> bool:
+    return column.feature is not None and is_text(id_type(column.feature.id.vocabulary.file))
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """Names a place as `rows[3].uih_item_id[2]`; the branches of a union are passed over."""
+    place = ""
+    for part in location:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part not in ("int", "str", "constrained-int"):
+            place += f".{part}" if place else part
+    return place
+
+
+def _unfit(column: str, message: str) -> InvalidRequestError:
+    finding = Finding(field=f"rows[].{column}", message=message)
+    return InvalidRequestError(422, Failure(error="the request does not fit", findings=[finding]))
+
+
+def output_types(pipeline: pb.Pipeline, outputs: list[str], searched: str | None) -> dict[str, Any]:
+    """Types of the columns of an answer beside the key columns, by name.
+
+    Args:
+        pipeline: resolved config.
+        outputs: the package's tasks.
+        searched: the feature whose items are recommended; None for a model that scores candidates.
+    """
+    if searched is not None:
+        return {searched: list[int | str], features.SCORE: list[float]}
+    item = features.candidate_item(pipeline)
+    items = {item: list[int | str]} if item else {}
+    return {**items, **dict.fromkeys(outputs, list[float])}

@@ -1,0 +1,172 @@
+"""The batcher without a model: what is computed together, what is refused, one answer for each request."""
+
+import threading
+import time
+from concurrent.futures import Future, wait
+
+import pytest
+
+from recsys.serving.batcher import Batcher, BatchLimits, ClosedError, DeadlineError, QueueFullError
+
+LATER = 1e12
+"""A deadline that does not come."""
+
+
+class Gate:
+    """A computation that waits for `open`, and remembers its batches. The answer is twice the request."""
+
+    def __init__(self, open_at_once: bool = False) -> None:
+        self.batches: list[list[int]] = []
+        self.entered = threading.Semaphore(0)
+        self._open = threading.Event()
+        if open_at_once:
+            self._open.set()
+
+    def __call__(self, requests):
+        self.batches.append(list(requests))
+        self.entered.release()
+        assert self._open.wait(10)
+        return [2 * request for request in requests]
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def limits(max_batch: int = 4, max_wait: float = 0.0, max_queue: int = 100) -> BatchLimits:
+    return BatchLimits(max_batch, max_wait, max_queue)
+
+
+def test_requests_that_come_within_the_wait_are_computed_together():
+    gate = Gate(open_at_once=True)
+    batcher = Batcher(gate, limits(max_batch=3, max_wait=30))
+    answers = [batcher.submit(number, 1, LATER) for number in (5, 6, 7)]
+    # The third one fills the batch, so nobody waits for 30 s.
+    assert [answer.result(5) for answer in answers] == [10, 12, 14]
+    assert gate.batches == [[5, 6, 7]] and batcher.close(5)
+
+
+def test_a_request_alone_waits_for_others_no_longer_than_it_was_told():
+    gate = Gate(open_at_once=True)
+    batcher = Batcher(gate, limits(max_batch=100, max_wait=0.2))
+    started = time.monotonic()
+    assert batcher.submit(1, 1, LATER).result(5) == 2
+    assert 0.19 <= time.monotonic() - started < 2
+    assert batcher.close(5)
+
+
+def test_what_comes_during_a_computation_is_the_next_batch_and_rows_bound_it():
+    gate, seen = Gate(), []
+    batcher = Batcher(gate, limits(max_batch=4), seen.append)
+    first = batcher.submit(0, 1, LATER)
+    assert gate.entered.acquire(timeout=5)
+    # 3 + 1 rows fit, 2 more do not; 9 rows are more than a batch and go alone.
+    answers = [batcher.submit(number, rows, LATER) for number, rows in ((1, 3), (2, 1), (3, 2), (4, 9))]
+    assert batcher.waiting_rows == 15
+    gate.open()
+    assert [answer.result(5) for answer in (first, *answers)] == [0, 2, 4, 6, 8]
+    assert gate.batches == [[0], [1, 2], [3], [4]] and seen == [1, 4, 2, 9]
+    assert batcher.waiting_rows == 0 and batcher.close(5)
+
+
+def test_a_full_queue_refuses_and_what_it_accepted_is_answered():
+    gate = Gate()
+    batcher = Batcher(gate, limits(max_queue=5))
+    first = batcher.submit(0, 1, LATER)
+    assert gate.entered.acquire(timeout=5)
+    accepted = [batcher.submit(1, 3, LATER), batcher.submit(2, 2, LATER)]
+    for rows in (1, 3):
+        with pytest.raises(QueueFullError):
+            batcher.submit(9, rows, LATER)
+    gate.open()
+    assert [answer.result(5) for answer in (first, *accepted)] == [0, 2, 4]
+    # There is room again, even for more than the queue holds.
+    assert batcher.submit(3, 50, LATER).result(5) == 6 and batcher.close(5)
+
+
+def test_a_request_past_its_deadline_is_not_computed():
+    gate = Gate()
+    batcher = Batcher(gate, limits())
+    first = batcher.submit(0, 1, LATER)
+    assert gate.entered.acquire(timeout=5)
+    late, early = batcher.submit(1, 1, time.monotonic() - 1), batcher.submit(2, 1, LATER)
+    gate.open()
+    with pytest.raises(DeadlineError):
+        late.result(5)
+    assert (first.result(5), early.result(5)) == (0, 4)
+    assert gate.batches == [[0], [2]] and batcher.close(5)
+
+
+def test_a_cancelled_request_is_not_computed():
+    gate = Gate()
+    batcher = Batcher(gate, limits())
+    first = batcher.submit(0, 1, LATER)
+    assert gate.entered.acquire(timeout=5)
+    gone, stays = batcher.submit(1, 1, LATER), batcher.submit(2, 1, LATER)
+    assert gone.cancel()
+    gate.open()
+    assert (first.result(5), stays.result(5)) == (0, 4)
+    assert gate.batches == [[0], [2]] and batcher.close(5)
+
+
+def test_an_error_reaches_only_the_request_that_causes_it():
+    def run(requests):
+        if 3 in requests:
+            raise ValueError("three")
+        return [-request for request in requests]
+
+    batcher = Batcher(run, limits(max_batch=4, max_wait=30))
+    answers = [batcher.submit(number, 1, LATER) for number in (1, 2, 3, 4)]
+    wait(answers, 5)
+    assert [answers[i].result(0) for i in (0, 1, 3)] == [-1, -2, -4]
+    with pytest.raises(ValueError, match="^three$"):
+        answers[2].result(0)
+    # The thread goes on.
+    more = [batcher.submit(number, 1, LATER) for number in (5, 6, 7, 8)]
+    assert [answer.result(5) for answer in more] == [-5, -6, -7, -8]
+    assert batcher.is_alive and batcher.close(5) and not batcher.is_alive
+
+
+def test_fewer_answers_than_requests_leave_none_without_one():
+    batcher = Batcher(lambda requests: [0], limits(max_batch=2, max_wait=30))
+    answers = [batcher.submit(number, 1, LATER) for number in (1, 2)]
+    assert answers[0].result(5) == 0
+    with pytest.raises(ValueError, match="shorter"):
+        answers[1].result(5)
+    assert batcher.close(5)
+
+
+def test_closing_answers_what_waits_and_refuses_the_rest():
+    gate = Gate()
+    batcher = Batcher(gate, limits())
+    answers = [batcher.submit(0, 1, LATER)]
+    assert gate.entered.acquire(timeout=5)
+    answers += [batcher.submit(number, 1, LATER) for number in (1, 2)]
+    assert not batcher.close(0.01)
+    with pytest.raises(ClosedError):
+        batcher.submit(3, 1, LATER)
+    gate.open()
+    assert batcher.close(5) and [answer.result(0) for answer in answers] == [0, 2, 4]
+
+
+def test_many_threads_get_each_its_own_answer_once():
+    batcher = Batcher(lambda requests: [r * r for r in requests], limits(max_batch=8, max_queue=40))
+    refused, wrong = [0] * 8, []
+
+    def ask(thread: int) -> None:
+        for i in range(250):
+            number = 1000 * thread + i
+            try:
+                answer: Future[int] = batcher.submit(number, 1 + i % 3, LATER)
+            except QueueFullError:
+                refused[thread] += 1
+                continue
+            if answer.result(10) != number * number:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == [] and not any(thread.is_alive() for thread in threads)
+    assert batcher.waiting_rows == 0 and batcher.close(5)
