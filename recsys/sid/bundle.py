@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from recsys import files, typed_json
 from recsys.errors import ConfigError, DataError
 from recsys.sid.catalogue import ITEM
-from recsys.sid.collisions import extra_digits, free_digits
+from recsys.sid.collisions import extra_digits, free_digits, spread_unknown
 from recsys.sid.embeddings import TRANSFORM, Embeddings, hash_ids, hash_transform, require_whole
 from recsys.sid.quantizers import QUANTIZERS, Fitted, Quantizer
 from recsys.sid.statistics import CodeStatistics, Kept, code_statistics, kept
@@ -98,9 +98,9 @@ def make_bundle(
     Raises:
         ConfigError: more items share a code than the extra digit tells apart.
     """
-    codes = fitted.codes.numpy()
-    digits = extra_digits(codes)
     ordered, size = quantizer != "opq", int(settings["size"])
+    codes = spread_unknown(fitted.codes.numpy(), embeddings.vectors, size)
+    digits = extra_digits(codes)
     about = About(
         format=FORMAT,
         version=1,
@@ -138,7 +138,9 @@ def append_items(bundle: Bundle, embeddings: Embeddings, transform: str) -> Bund
     rows = np.flatnonzero(~embeddings.ids.is_in(bundle.ids.implode()).to_numpy())
     if not len(rows):
         raise DataError("no item is new: the bundle has codes for all of them")
-    codes = bundle.quantizer.encode(torch.from_numpy(embeddings.vectors[rows])).numpy()
+    vectors = embeddings.vectors[rows]
+    codes = bundle.quantizer.encode(torch.from_numpy(vectors)).numpy()
+    codes = spread_unknown(codes, vectors, bundle.about.size, first=len(bundle.ids))
     digits = free_digits(codes, bundle.codes, bundle.digits)
     ids = pl.concat([bundle.ids, embeddings.ids[rows]])
     all_codes, all_digits = np.concatenate([bundle.codes, codes]), np.concatenate([bundle.digits, digits])

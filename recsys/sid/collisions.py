@@ -8,6 +8,26 @@ DIGITS = 256
 """Values of the extra digit, 0 to 255."""
 
 
+def spread_unknown(codes: np.ndarray, vectors: np.ndarray, size: int, first: int = 0) -> np.ndarray:
+    """Returns the codes with different ones for items that no source knows, whose vectors are all zeros.
+
+    A quantizer gives all of them one code, and no setting of it can tell them apart. They keep the first
+    level, by which a model can learn what they have in common; the levels below count them in the order of
+    their ids.
+
+    Args:
+        codes: integer [items, levels].
+        vectors: [items, D].
+        size: number of codes per level.
+        first: number of the first of these items.
+    """
+    rows = np.flatnonzero(~vectors.any(1))
+    spread, number = codes.copy(), first + np.arange(len(rows))
+    for level in range(codes.shape[1] - 1, 0, -1):
+        spread[rows, level], number = number % size, number // size
+    return spread
+
+
 def extra_digits(codes: np.ndarray) -> np.ndarray:
     """Returns the extra digit of each item, int64 [items].
 

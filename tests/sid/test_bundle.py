@@ -28,6 +28,20 @@ def test_more_items_than_digits_are_an_error_that_says_what_to_raise():
         collisions.extra_digits(np.zeros((257, 2), np.int64))
 
 
+def test_items_that_no_source_knows_share_the_first_code_and_are_counted_below():
+    codes, vectors = np.full((302, 3), 7), np.ones((302, 2))
+    vectors[1:301] = 0
+    spread = collisions.spread_unknown(codes, vectors, size=16)
+    assert (spread[[0, 301]] == 7).all()
+    expected = [[7, number // 16 % 16, number % 16] for number in range(300)]
+    assert spread[1:301].tolist() == expected
+    # 300 items on 256 codes: the extra digit tells the rest apart.
+    digits = collisions.extra_digits(spread)
+    assert len(set(map(tuple, np.column_stack([spread, digits]).tolist()))) == 302
+    later = collisions.spread_unknown(codes[:2], np.zeros((2, 2)), size=16, first=300)
+    assert later.tolist() == [[7, 2, 12], [7, 2, 13]]
+
+
 def test_new_items_get_digits_that_nobody_has():
     old, digits = np.array([[1], [1], [2]]), np.array([0, 2, 1])
     found = collisions.free_digits(np.array([[1], [2], [1], [3], [2]]), old, digits)
