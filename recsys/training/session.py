@@ -141,7 +141,8 @@ class Session:
                 restore_rng(state.rng[rank], device)
             except (ValueError, IndexError) as error:
                 raise RecsysError(
-                    f"{path / checkpoint.STATE}: damaged ({error}); remove {path} to go on from an older one"
+                    f"{path / checkpoint.STATE}: damaged ({error}); remove {path} to resume from an "
+                    "older state"
                 ) from error
         else:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))

@@ -155,7 +155,7 @@ def test_stopped_by_a_signal_then_continued_from_a_damaged_checkpoint(tmp_path, 
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(damaged)
     assert train(tmp_path) == 0
-    assert f"checkpoint {saved[-1]} is damaged and passed over: {data}" in caplog.text
+    assert f"checkpoint {saved[-1]} is damaged and skipped: {data}" in caplog.text
     assert f"going on from {tmp_path}/checkpoints/{saved[-2]}" in caplog.text
     assert_same_run(tmp_path, uninterrupted)
 
