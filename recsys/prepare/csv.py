@@ -220,11 +220,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = command.parser("csv", __doc__)
     parser.add_argument("--task", choices=("ranking", "retrieval"), required=True)
     for side in ("user", "item", "time"):
-        parser.add_argument(f"--{side}-column", required=True, help=f"the {side} of each event")
+        parser.add_argument(f"--{side}-column", required=True, help=f"column with the {side} of each event")
     parser.add_argument(
         "--time-unit", choices=TIME_UNITS, default="s", help="unit of times since 1970, or dates as text"
     )
-    parser.add_argument("--delimiter", type=_delimiter, help=r"of a text file; default: , and \t for .tsv")
+    parser.add_argument(
+        "--delimiter", type=_delimiter, help=r"delimiter of text files; default: , and \t for .tsv"
+    )
     parser.add_argument(
         "--label", type=_pair, action="append", default=[], metavar="NAME=COLUMN[>=VALUE|:regression]",
         help="what to predict: a column of 0 and 1, a condition such as 'liked=rating>=4' or "
@@ -234,38 +236,52 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--action", type=_pair, action="append", default=[], metavar="NAME=COLUMN[>=VALUE]",
         help="a bit of the history's actions, set where the column is above 0, or where a condition holds",
     )  # fmt: skip
-    parser.add_argument("--watch-time-column", help="how long an item was used")
+    parser.add_argument("--watch-time-column", help="column with the watch time of each event")
     parser.add_argument("--watch-time-unit", choices=("s", "ms"), default="s", help="unit of that column")
     for side in ("item", "user"):
-        kinds = (("feature", "a category"), ("list", "several categories in a cell"), ("number", "a number"))
+        kinds = (("feature", "a category"), ("list", "several categories"), ("number", "a number"))
         for kind, what in kinds:
             parser.add_argument(
                 f"--{side}-{kind}",
                 action="append",
                 default=[],
                 metavar="COLUMN",
-                help=f"{what} of the {side}",
+                help=f"column with {what} of each {side}",
             )
     parser.add_argument(
-        "--list-delimiter", type=_text, default="|", help="stands between the categories of a cell"
+        "--list-delimiter", type=_text, default="|", help="text between the categories of a cell"
     )
     parser.add_argument(
         "--fill", type=_fill, action="append", default=[], metavar="COLUMN=VALUE",
-        help="what an empty cell of a column counts as",
+        help="value that replaces empty cells of a column",
     )  # fmt: skip
     parser.add_argument(
         "--candidates", type=location, metavar="FILE",
-        help="users and items to score now, a line each, with any of the features; see above (ranking)",
+        help="users and items to score now, one pair per line, with any of the features; see above (ranking)",
     )  # fmt: skip
     parser.add_argument(
-        "--session-gap", type=positive, default=60, help="longest pause in a request, seconds"
+        "--session-gap", type=positive, default=60, help="longest pause within a request, in seconds"
     )
-    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates of a request")
-    parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
-    parser.add_argument("--validation-share", type=_share, default=0.1, help="of all events (ranking)")
-    parser.add_argument("--test-share", type=_share, default=0.1, help="of all events (ranking)")
+    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates per request")
+    parser.add_argument(
+        "--max-history", type=positive, default=200, help="most events per history, the newest"
+    )
+    parser.add_argument(
+        "--validation-share",
+        type=_share,
+        default=0.1,
+        help="share of all events, the latest ones before the test split, for validation (ranking)",
+    )
+    parser.add_argument(
+        "--test-share",
+        type=_share,
+        default=0.1,
+        help="share of all events, the latest ones, for test (ranking)",
+    )
     command.add_evaluation_history(parser)
-    parser.add_argument("--min-count", type=positive, default=1, help="training events of a known id")
+    parser.add_argument(
+        "--min-count", type=positive, default=1, help="number of training events that make an id known"
+    )
     command.add_core(parser, " (retrieval)")
     command.add_part_rows(parser)
     ties.add_flags(parser, None)

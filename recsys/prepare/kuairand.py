@@ -200,7 +200,7 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
     videos = pl.concat([read_csv(path, kinds) for path in files])
     if videos["video_id"].is_duplicated().any():
         raise DataError(
-            f"{files[0]}: video_id {videos.filter(pl.col('video_id').is_duplicated())[0, 0]} stands twice"
+            f"{files[0]}: video_id {videos.filter(pl.col('video_id').is_duplicated())[0, 0]} occurs twice"
         )
     tags = _tags(videos["tag"])
     wrong = tags.list.eval(pl.element().is_null()).list.any().fill_null(True).arg_true()
@@ -281,7 +281,7 @@ def request_rows(events: pl.DataFrame, slices: Slices, user_files: list[Path]) -
     users = pl.concat([read_csv(path, kinds) for path in user_files])
     if users["user_id"].is_duplicated().any():
         twice = users.filter(pl.col("user_id").is_duplicated())[0, "user_id"]
-        raise DataError(f"{user_files[0]}: user_id {twice} stands twice")
+        raise DataError(f"{user_files[0]}: user_id {twice} occurs twice")
     users = users.with_columns(id_column(users[name]).alias(name) for name in USER)
     first = events[pl.Series(slices.candidate_start)]
     hour = (pl.col("time_ms") + BEIJING_MS) % DAY_MS // 3_600_000
@@ -303,19 +303,29 @@ def _beijing_day(time_ms: pl.Series) -> pl.Series:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = command.parser("kuairand", __doc__)
     parser.add_argument(
-        "--request-gap", type=positive, default=60, help="longest pause in a request, seconds"
+        "--request-gap", type=positive, default=60, help="longest pause within a request, in seconds"
     )
-    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates of a request")
-    parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
+    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates per request")
+    parser.add_argument(
+        "--max-history", type=positive, default=200, help="most events per history, the newest ones"
+    )
     parser.add_argument("--validation-days", type=positive, default=2)
     parser.add_argument("--test-days", type=positive, default=2)
     command.add_evaluation_history(parser)
     parser.add_argument(
-        "--min-count", type=positive, default=5, help="training impressions that make an id known"
+        "--min-count", type=positive, default=5, help="number of training impressions that make an id known"
     )
-    parser.add_argument("--user-modulus", type=positive, default=1, help="keep users whose id it divides")
     parser.add_argument(
-        "--no-counters", dest="counters", action="store_false", help="no counters of videos and authors"
+        "--user-modulus",
+        type=positive,
+        default=1,
+        help="keep only users whose id is divisible by this",
+    )
+    parser.add_argument(
+        "--no-counters",
+        dest="counters",
+        action="store_false",
+        help="leave out the counters of videos and authors",
     )
     ties.add_flags(parser, [name for name in LOG if name not in ("user_id", "time_ms")])
     return parser.parse_args(arguments)

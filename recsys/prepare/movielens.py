@@ -213,7 +213,7 @@ def read_release(path: Path) -> Release:
     movies = tables["movies"]
     twice = movies.filter(pl.col("movieId").is_duplicated())
     if twice.height:
-        raise DataError(f"{path}: movie {twice[0, 'movieId']} stands twice in the list of movies")
+        raise DataError(f"{path}: movie {twice[0, 'movieId']} occurs twice in the list of movies")
     return Release(tables["ratings"], movies, tables.get("users"))
 
 
@@ -274,7 +274,7 @@ def _files(folder: Path) -> dict[str, Path]:
 def _zipped(path: Path) -> dict[str, tuple[str, bytes]]:
     """Reads the files of ratings, movies and users from a zip file; returns address and bytes of each."""
     if not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is no zip file; --input takes a MovieLens zip file or its folder")
+        raise DataError(f"{path} is not a zip file; --input takes a MovieLens zip file or its folder")
     chosen = {}
     try:
         with zipfile.ZipFile(path) as archive:
