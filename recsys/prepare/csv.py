@@ -7,32 +7,33 @@
         --label click=clicked --label seconds=dwell:regression --action click=clicked --item-feature brand
 
 --input is a .csv, .tsv (also .gz) or .parquet file, or a folder of them: a path, or an address such as
-https://host/clicks.csv.gz or s3://bucket/logs (also gs://, az://, hf:// and what else fsspec reads). Files
-behind an address are first downloaded beside --output, and removed at the end. Then train with
+https://host/clicks.csv.gz or s3://bucket/logs (also gs://, az://, hf:// and whatever else fsspec reads).
+Files at an address are first downloaded beside --output, and removed at the end. Then train with
 `python -m recsys.train --config <output>/starter.config --run-dir runs/<name>`.
 
-- Ids stay as they are: int64 when every one is a whole number, else text.
+- Ids are kept as they are: int64 if every one is a whole number, else text.
 - Every line is an event. Events are ordered by user and time, equal times in the order of the input, shuffled
-  (--ties shuffle) or by another column (--ties COLUMN). schema.json has the share of events that tie.
+  (--ties shuffle) or by another column (--ties COLUMN). schema.json has the share of events with equal times.
 - ranking: a request is a run of one user's events, each at most --session-gap seconds after the one before
   it, cut after --max-candidates; its history is what the user did strictly before. The latest --test-share of
   all events is the test split, the --validation-share before it validation; their histories end where the
   split begins, or with --evaluation-history live at each request (then within-user metrics mean little: the
   history of a second candidate holds the outcome of the first). Vocabularies count training only.
-- ranking, --candidates FILE: the folder `latest` has what to score now, which `python -m recsys.predict
-  --run-dir runs/<name> --input <output>/latest` does. FILE has a line for each candidate, with the columns of
-  user and item as in the log, and any columns of features. A row of `latest` is a user with the whole history
-  and all candidates, at the time of the log's last event; where FILE has features of users, such as the place
-  or the device, each combination of them is a row. Features that FILE lacks are those of the last event of
-  the item or user. Items and users without an event count as unknown; their numbers need a column or --fill.
+- ranking, --candidates FILE: the folder `latest` has the rows to score now; run `python -m recsys.predict
+  --run-dir runs/<name> --input <output>/latest` to score them. FILE has a line for each candidate, with the
+  columns of user and item as in the log, and any columns of features. A row of `latest` is a user with the
+  whole history and all candidates, at the time of the log's last event; where FILE has features of users,
+  such as the place or the device, each combination of them is a row. Features that are not in FILE are taken
+  from the last event of the item or user. Items and users without an event count as unknown; their numbers
+  need a column or --fill.
 - retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation
   target. The catalogue is every item of the log. Users with one or two events only train. The folder
   `latest` has the whole history of every user, to make recommendations from. --min-user-events and
-  --min-item-events leave out users and items with fewer events, again and again until all have as many
-  (a k-core). With features of items `items.parquet` has those of the whole catalogue, each as in the item's
-  last event, for `retriever { item_encoder }`.
+  --min-item-events leave out users and items with fewer events, repeatedly until all that remain
+  have enough (a k-core). If items have features, `items.parquet` has those of the whole catalogue, each from
+  the item's last event, for `retriever { item_encoder }`.
 - An empty cell of a feature is the unknown id; an empty user, item, time or number is an error, unless --fill
-  says what it counts as. --item-list and --user-list take cells of several categories (a|b|c, or a
+  gives its value. --item-list and --user-list take cells of several categories (a|b|c, or a
   list in a parquet file).
 - A label or an action may be a condition: --label 'liked=rating>=4', --action 'bought=event==purchase'.
 
@@ -62,7 +63,7 @@ EARLIEST_YEAR = 1980
 """A log that ends before this year was probably read with a wrong unit of time."""
 
 ABOUT = {
-    "source": "a log of one's own",
+    "source": "a log of your own",
     "licence": "",
     "made_by": f"{command.PROGRAM} csv",
 }

@@ -3,27 +3,30 @@
     python -m recsys.prepare kuairand --input KuaiRand-Pure --output data/kuairand
 
 Reads every log_standard*.csv[.gz], user_features*.csv and video_features_basic*.csv below --input. The
-statistics of videos (video_features_statistic*) stay out: they are averages over the whole month, test days
-included.
+statistics of videos (video_features_statistic*) are not used: they are averages over the whole month,
+including the test days.
 
-- An impression that was logged twice (equal in all that is read, seconds and play time included; the copies
-  differ in the hour of logging at most) counts once: it would weigh double in losses, metrics and histories.
+- An impression that was logged twice counts once; otherwise it would have double weight in losses, metrics
+  and histories. Copies are equal in every column that is read, including seconds and play time; at most their
+  hour of logging differs.
 - A request is a run of one user's impressions in one tab and on one day, each at most --request-gap seconds
-  after the one before it, cut after --max-candidates. Kuaishou's own requests are not in the log.
-- Its history is what the user did strictly before its first impression, in all tabs, newest --max-history.
+  after the one before it, at most --max-candidates long. Kuaishou's own requests are not in the log.
+- Its history is what the user did strictly before its first impression, in all tabs: the newest
+  --max-history events.
 - The last --test-days days (Beijing time) are the test split, the --validation-days before them validation,
   the rest training. A history reaches into earlier splits; labels do not.
 - Histories of validation and test end where the split begins, as for scores computed the night before. With
   --evaluation-history live they reach up to each request; then GAUC means little, since the history of a
   user's second candidate holds the outcome of the first (the same model: GAUC of clicks .571 instead of .619,
   experiments/2026-11-22-small-figures).
-- Counters say what was known of a candidate's video and author before its day: `item_impressions` (by all
+- Counters are what was known about a candidate's video and author before its day: `item_impressions` (by all
   users of the log) and, for each binary label, `item_<label>_lift`, the log-odds of its smoothed rate minus
   those of all videos (0: average, or unknown; recsys/prepare/counters.py has the formula); `author_...`
-  likewise. Nothing of the same day or later is counted. In validation and test counting stops where the split
-  begins, as histories do (with --evaluation-history live: where the day begins). --no-counters: none.
-- Vocabularies hold the ids of at least --min-count training impressions; others, and empty values, share the
-  row of unknown ids: a model learns rarer ones by heart. Ids themselves stay as they are.
+  likewise. Events of the same day or later are not counted. In validation and test, counting stops where the
+  split begins, as histories do (with --evaluation-history live: where the day begins). --no-counters leaves
+  them out.
+- Vocabularies hold the ids with at least --min-count training impressions; others, and empty values, share
+  the row of unknown ids, because a model would memorize rarer ones. Ids themselves are kept as they are.
 - Features of users are one snapshot for the whole month, as published.
 """
 

@@ -73,7 +73,7 @@ def report(entry: Mapping[str, Any]) -> str:
     orders = {FILE: "in the order of the input", SHUFFLE: f"shuffled with seed {entry.get('seed')}"}
     order = orders.get(str(entry["order"]), f"by {entry['order']}")
     share = f"{100 * entry['share']:.1f} %"
-    return f"{share} of neighboring events of a user have the same time; these stand {order}"
+    return f"{share} of neighboring events of a user have the same time; these are {order}"
 
 
 def _seed(text: str) -> int:

@@ -110,7 +110,7 @@ def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:
         raise ConfigError(
             [
                 f"{path} was trained with another model, so its weights would mean something else. Give the "
-                "old values; without --config, --run-dir uses those of the run. May change: "
+                "old values; without --config, --run-dir uses those of the run. These fields may change: "
                 + ", ".join([*model_may_change(), *(f"{name} of a mixer" for name in KERNELS)]),
                 *changed,
             ]

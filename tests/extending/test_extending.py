@@ -350,7 +350,7 @@ def test_a_printed_config_is_read_back_as_the_same(project, results):
 def test_components_of_the_page_train_and_resume_without_a_flag(project, results):
     assert results["train"].code == 0, results["train"].text
     assert results["resume"].code == 0, results["resume"].text
-    assert re.search(r"going on from .*step-0*2\b", results["resume"].text)
+    assert re.search(r"resuming from .*step-0*2\b", results["resume"].text)
     evaluated = records(project / "acme_run", "evaluation")
     assert 0 <= evaluated[2]["metrics"]["watch_time/within"] <= 1
     rates = {step: record["lr"]["dense"] for step, record in records(project / "acme_run").items()}
@@ -382,7 +382,7 @@ def test_a_model_of_another_package_trains_resumes_and_evaluates(results):
     for name in ("dot", "dot resume", "dot evaluate"):
         assert results[name].code == 0, results[name].text
     assert "data.max_candidates: a dot can take any number" in results["dot"].text
-    assert re.search(r"going on from .*step-0*2\b", results["dot resume"].text)
+    assert re.search(r"resuming from .*step-0*2\b", results["dot resume"].text)
     assert "is_click/auc" in results["dot evaluate"].text
     width = results["dot width"]
     assert width.code == 2
