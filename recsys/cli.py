@@ -170,8 +170,8 @@ _REMEDIES = {
     errno.EROFS: "name a folder that can be written",
     errno.EISDIR: "move the folder out of the way",
     errno.ENOTDIR: "move the file that stands in place of a folder out of the way",
-    errno.EEXIST: "move what stands there out of the way",
-    errno.ELOOP: "mend the symbolic link",
+    errno.EEXIST: "move what is at that path out of the way",
+    errno.ELOOP: "repair the symbolic link",
     errno.ENAMETOOLONG: "give a shorter name",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }

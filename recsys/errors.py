@@ -41,7 +41,10 @@ class DataError(RecsysError):
 
 
 class NonFiniteLossError(RecsysError):
-    """Reports a loss that is NaN or infinite, found before any weight changed; exit code 4."""
+    """Reports a loss that is NaN or infinite; exit code 4.
+
+    The step has changed the weights by then; that state is neither saved nor evaluated.
+    """
 
     exit_code = 4
 

@@ -98,7 +98,7 @@ def _run(arguments: list[str] | None) -> None:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, help="folder to make")
+    parser.add_argument("folder", type=Path, help="folder to create")
     parser.add_argument("--config", metavar="NAME", help="a ready config, instead of the sample")
     options = parser.parse_args(arguments)
     folder = options.folder

@@ -54,7 +54,7 @@ def packaged_config(flags: argparse.Namespace) -> Path:
         raise ConfigError("--config: a package carries its own config; change it with --set")
     path = package_folder(flags) / config.FILE_NAME
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no package; `python -m recsys.export` makes one of a run")
+        raise ConfigError(f"{path}: there is no package here; `python -m recsys.export` makes one from a run")
     return path
 
 

@@ -42,7 +42,7 @@ def run(call: cli.Call) -> None:
             print("\n".join([*sweep.table(best_first), f"report: {Path(folder) / sweep.REPORT}", "next:"]))
             print("\n".join(f"  {command}" for command in sweep.commands(best_first[0], Path(folder))))
     if len(results) < len(points):
-        raise Terminated("stopped by a signal; the same command goes on", 15)
+        raise Terminated("stopped by a signal; start the same command again to resume", 15)
 
 
 def _find_rate(call: cli.Call) -> None:

@@ -7,7 +7,7 @@ from recsys.errors import Terminated
 
 
 def run(call: cli.Call) -> None:
-    """Train a model; a run that stopped goes on where it was saved."""
+    """Train a model; a run that stopped resumes from its saved state."""
     # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
     from recsys.data.workers.processes import start_server

@@ -266,7 +266,7 @@ def _keep(address: str, path: Path) -> str:
         content = file.read()
     if path.exists() and path.read_bytes() != content:
         raise RecsysError(
-            f"{path}: the folder holds a run on other rows; give the same rows to go on, or another folder"
+            f"{path}: the folder holds a run on other rows; give the same rows to resume, or another folder"
         )
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -261,5 +261,7 @@ def _read_counts(pipeline: pb.Pipeline) -> np.ndarray:
     item = features.searched_item(pipeline)
     vocabulary = mappings(pipeline)[item.id.table]
     if not isinstance(vocabulary, Vocabulary):
-        raise ValueError(f"features {item.name}: the item of a {model_of(pipeline).kind} has a vocabulary")
+        raise ValueError(
+            f"features {item.name}: the item feature of a {model_of(pipeline).kind} needs a vocabulary"
+        )
     return occurrences(vocabulary, item.id.vocabulary.file)

@@ -128,7 +128,7 @@ class Package:
         _require_package(folder)
         faults = files.manifest_faults(folder)
         if faults:
-            raise PackageError("\n".join([*faults, "The package is not whole: export it again."]))
+            raise PackageError("\n".join([*faults, "The package is incomplete: export it again."]))
         self.folder = folder
         self.description = _read_description(folder)
         _require_device(folder, self.description)
@@ -207,7 +207,9 @@ class Package:
             PackageError: the model has no item encoder.
         """
         if self.item_tower is None:
-            raise PackageError(f"{self.folder}: an item is its embedding here; there is no item tower to run")
+            raise PackageError(
+                f"{self.folder}: the model has no item encoder, so there is no item tower to run"
+            )
         (output,) = self.item_tower(new_items(self.pipeline, table))
         return output.float().cpu()
 
@@ -259,7 +261,7 @@ class Package:
             raise PackageError(
                 f"{self.folder}: the golden rows differ by {difference:.2e} from what they were when the "
                 f"package was made, {self.description.tolerance:.0e} is allowed: this machine computes "
-                "something else. Export the package on a machine like this one."
+                "different results. Export the package on a machine like this one."
             )
 
 
@@ -277,8 +279,8 @@ def require_replaceable(folder: Path) -> None:
         raise PackageError(f"{folder} is not empty and holds no package: give another --output")
     for path in files.not_in_manifest(folder):
         raise PackageError(
-            f"{path} is no part of the package in {folder}, which a new one replaces with all that is in "
-            "it: move it, or give another --output"
+            f"{path} is not part of the package in {folder}, which the new package would replace entirely: "
+            "move it, or give another --output"
         )
 
 
@@ -328,7 +330,7 @@ def _require_package(folder: Path) -> None:
         return
     below = folder / "export"
     hint = f"; it is in {below}" if (below / DESCRIPTION).exists() else ""
-    raise PackageError(f"{folder}: there is no package, no {DESCRIPTION} in it{hint}")
+    raise PackageError(f"{folder}: there is no package here ({DESCRIPTION} is missing){hint}")
 
 
 def _read_description(folder: Path) -> Description:
@@ -345,8 +347,8 @@ def _read_description(folder: Path) -> Description:
 def _require_device(folder: Path, description: Description) -> None:
     """Raises PackageError if the package's device is missing or differs; logs if a GPU remains unused."""
     if description.device not in DEVICES:
-        devices = " and ".join(DEVICES)
-        what = f"{folder / DESCRIPTION}: device is {shortened(description.device)}, known are {devices}"
+        devices = " or ".join(DEVICES)
+        what = f"{folder / DESCRIPTION}: device is {shortened(description.device)}; it must be {devices}"
         raise PackageError(f"{what}: export it again")
     if description.device != "cuda":
         if torch.cuda.is_available():

@@ -299,7 +299,7 @@ def _read_footer(part: Path) -> _Footer:
             noted = (written.schema_arrow.metadata or {})[LEFT_OUT.encode()]
             return _Footer(written.metadata.num_rows, int(noted))
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        what = f"not a part of predictions ({first_line(error)})"
+        what = f"not a file of predictions ({first_line(error)})"
         raise RecsysError(f"{part}: {what}; remove it and start the same command again") from error
 
 
@@ -324,8 +324,8 @@ def _say_repeated(source: Source, pipeline: pb.Pipeline, duplicates: Duplicates 
     count = count_repeated(source, keys) - len(duplicates.rows)
     if count > 0:
         log.warning(
-            "rows with the %s of an earlier row, at another request_time: %s. The predictions hold a row for "
-            "each, in the order of the input. To tell them apart, name more columns in data.key_columns",
+            "rows with the %s of an earlier row, at another request_time: %s. The predictions have a row for "
+            "each, in the order of the input. To distinguish them, add columns to data.key_columns",
             " and ".join(keys),
             f"{count:,}" if count < MANY else f"{MANY:,} or more",
         )
@@ -383,14 +383,14 @@ def _begin(predictor: Predictor, source: Source, output: Path) -> None:
         before = typed_json.parse(noted.read_bytes(), dict[str, Any])
     except (OSError, ValueError, TypeError) as error:
         raise RecsysError(
-            f"{noted}: cannot be read ({error}), so it is unknown what the predictions beside it are of: "
+            f"{noted}: cannot be read ({error}), so it is unknown which input the predictions belong to: "
             "give another --output, or remove that folder"
         ) from error
     changed = [what for name, what in JOB_PARTS.items() if before.get(name) != job[name]]
     if changed:
         raise RecsysError(
-            f"{output} holds predictions with another {' and another '.join(changed)}: give another "
-            "--output, or remove that folder"
+            f"{output} holds predictions made with a different {' and a different '.join(changed)}: give "
+            "another --output, or remove that folder"
         )
 
 

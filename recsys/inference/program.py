@@ -108,8 +108,8 @@ def _require_archive(path: Path) -> None:
     except (zipfile.BadZipFile, ValueError) as error:
         raise PackageError(f"{path}: not a compiled program ({error}): export it again") from error
     if unpacked > path.stat().st_size:
-        what = f"its {path.stat().st_size:,} bytes unpack to {unpacked:,}, and a program is not packed"
-        raise PackageError(f"{path}: {what}: export it again")
+        what = f"its {path.stat().st_size:,} bytes unpack to {unpacked:,}"
+        raise PackageError(f"{path}: {what}, but a compiled program is not compressed: export it again")
 
 
 def enter_device(device: torch.device) -> None:

@@ -44,7 +44,9 @@ class RankerDeclaration(ModelDeclaration):
         chosen = fields.chosen(self.config.mixer)
         mixer = fields.name_of(chosen) if chosen is not None else None
         if names and mixer not in (None, "mixture"):
-            yield Finding(path, f"mixer.{mixer} mixes one sequence; use mixer.mixture with a stack a channel")
+            yield Finding(
+                path, f"mixer.{mixer} mixes one sequence; use mixer.mixture with one stack per channel"
+            )
         if mixer != "mixture":
             return
         stacks = [stack.channel for stack in self.config.mixer.mixture.stacks]

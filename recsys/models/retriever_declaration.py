@@ -124,7 +124,7 @@ class RetrieverDeclaration(ModelDeclaration):
         if self.config.HasField("seen") and predict.HasField("remove_history"):
             if removed != predict.remove_history:
                 said = f"{str(predict.remove_history).lower()} is given, {self.path}.seen says otherwise"
-                what = f"{said}: evaluation does not tell what these predictions are worth; drop it"
+                what = f"{said}: evaluation then does not measure these predictions; remove it"
                 yield Finding("predict.remove_history", what)
         mixer, timed = mixer_of(self.pipeline), self.config.postprocessor.HasField("timestamp_layer_norm")
         if self.config.preprocessor.uih.query_time == pb.UihPreprocessor.LAST_EVENT:
@@ -162,7 +162,7 @@ class RetrieverDeclaration(ModelDeclaration):
             what = f"{item.id.embedding_dim} is given; items are compared with queries of model.embedding_dim"
             yield Finding(f"{path}.id.embedding_dim", f"{what}, which is {pipeline.model.embedding_dim}")
         if item.id.multi_valued:
-            yield Finding(f"{path}.id.multi_valued", f"{who}: one id an event")
+            yield Finding(f"{path}.id.multi_valued", f"{who}: an event has a single id")
         if pb.USER in item.sides:
             yield Finding(f"{path}.sides", f"{who}: USER does not fit")
         if pb.ITEM in item.sides:
@@ -182,15 +182,13 @@ class RetrieverDeclaration(ModelDeclaration):
             what = f"not set; features[{described[0]}].sides has ITEM, and such features are read from it"
             yield Finding("data.item_file", what)
         if not described and not encoder.own_embedding:
-            what = "false is given, and no feature has the side ITEM: nothing is known of an item; add one"
+            what = "false is given, and no feature has the side ITEM: nothing describes an item; add one"
             yield Finding(f"{_ENCODER}.own_embedding", what)
         if not encoder.residual:
             return
         if not described or not encoder.own_embedding:
-            what = (
-                "it adds features of items to their own embedding: a feature of side ITEM and own_embedding"
-            )
-            yield Finding(f"{_ENCODER}.residual", f"{what} are needed; add them or drop it")
+            what = "it adds item features to the id embedding, so it needs a feature of side ITEM"
+            yield Finding(f"{_ENCODER}.residual", f"{what} and own_embedding; add them or remove it")
         widths = {feature.name: feature.id.embedding_dim for feature in pipeline.features}
         width, item_width = pipeline.model.embedding_dim, widths.get(self.config.item_feature)
         if item_width not in (None, width):

@@ -190,7 +190,7 @@ def require_caching(mixer: nn.Module) -> CachingMixer:
     """
     if not isinstance(mixer, CachingMixer):
         name = type(mixer).__name__
-        raise ValueError(f"{name} keeps no cache; score whole rows, or train with HstuMixer")
+        raise ValueError(f"{name} cannot score with a cache; score whole rows, or train with HstuMixer")
     return mixer
 
 

@@ -85,8 +85,8 @@ class HstuDeclaration(MixerDeclaration):
         if config.compile:
             again = [pb.Recompute.Name(part) for part in config.recompute if part in (pb.NORMED_X, pb.UVQK)]
             if again:
-                what = f"what is compiled is not computed again: leave {' and '.join(again)} out of recompute"
-                yield Finding(f"{self.path}.compile", f"{what}, or do not compile")
+                what = f"compiled layers cannot recompute NORMED_X or UVQK: leave {' and '.join(again)} out"
+                yield Finding(f"{self.path}.compile", f"{what} of recompute, or set compile to false")
 
 
 @declare(pb.SasRecMixer)
@@ -146,7 +146,7 @@ class HybridDeclaration(MixerDeclaration):
         """Yields the findings of each mixer, none of which may be a mixture."""
         for mixer in self._mixers():
             if isinstance(mixer.config, pb.MixtureMixer):
-                what = "a mixture takes several sequences and leaves targets alone; use it by itself"
+                what = "a mixture takes several sequences and returns only targets; use it alone"
                 yield Finding(mixer.path, what)
             else:
                 yield from mixer.findings()

@@ -82,8 +82,8 @@ class STULayer(nn.Module):
         super().__init__()
         if compiled and {"normed_x", "uvqk"} & set(recompute):
             raise ValueError(
-                "compile: what is compiled is not computed again: set compile to false, or leave NORMED_X "
-                "and UVQK out of recompute"
+                "compile: compiled layers cannot recompute NORMED_X or UVQK: set compile to false, or leave "
+                "them out of recompute"
             )
         self.compiled = compiled
         self.num_heads = num_heads

@@ -43,7 +43,7 @@ def read_candidates(path: Path, columns: LogColumns) -> pl.DataFrame:
         place = pl.format(f"{{}}, {piece.word} {{}}", pl.lit(piece.where), lines)
         frames.append(pl.DataFrame(convert_features(piece, columns)).with_columns(place.alias(PLACE)))
     if not sum(frame.height for frame in frames):
-        raise DataError(f"{path}: no candidates behind the header")
+        raise DataError(f"{path}: no candidates after the header")
     return pl.concat(frames)
 
 

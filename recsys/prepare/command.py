@@ -59,9 +59,9 @@ def parser(tool: str, description: str) -> argparse.ArgumentParser:
         "--input", type=location, required=True,
         help="where the original files are: a path, or an address such as https://... or s3://...",
     )  # fmt: skip
-    flags.add_argument("--output", type=Path, required=True, help="folder to make")
-    flags.add_argument("--overwrite", action="store_true", help="replace the output folder when it exists")
-    flags.add_argument("--rows-per-group", type=positive, default=1024, help="rows of a parquet row group")
+    flags.add_argument("--output", type=Path, required=True, help="folder to create")
+    flags.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
+    flags.add_argument("--rows-per-group", type=positive, default=1024, help="rows per parquet row group")
     return flags
 
 
@@ -71,7 +71,8 @@ def add_evaluation_history(flags: argparse.ArgumentParser) -> None:
         "--evaluation-history",
         choices=("frozen", "live"),
         default="frozen",
-        help="histories of validation and test: up to the split's begin (default), or up to each request",
+        help="histories of validation and test: up to the beginning of the split (default), or up to each "
+        "request",
     )
 
 
@@ -79,13 +80,18 @@ def add_core(flags: argparse.ArgumentParser, note: str = "") -> None:
     """Adds the flags that leave out users and items with few events."""
     for side in ("user", "item"):
         flags.add_argument(
-            f"--min-{side}-events", type=positive, default=1, help=f"leave out {side}s with fewer{note}"
+            f"--min-{side}-events",
+            type=positive,
+            default=1,
+            help=f"leave out {side}s with fewer events{note}",
         )
 
 
 def add_part_rows(flags: argparse.ArgumentParser) -> None:
     """Adds the flag that bounds the memory of the tools that read logs of any size."""
-    flags.add_argument("--part-rows", type=positive, default=2_000_000, help="events in memory at a time")
+    flags.add_argument(
+        "--part-rows", type=positive, default=2_000_000, help="number of events in memory at a time"
+    )
 
 
 def print_next(output: Path) -> None:

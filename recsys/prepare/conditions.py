@@ -43,9 +43,9 @@ class Signal(NamedTuple):
             return cls(text)
         signal = cls(**{name: part.strip() for name, part in match.groupdict().items()})
         if signal.column.endswith("=") and signal.sign + "=" in OPERATORS:
-            raise ValueError(f"={signal.sign} is no sign; did you mean {signal.sign}=?")
+            raise ValueError(f"={signal.sign} is not a comparison sign; did you mean {signal.sign}=?")
         if signal.number is None and signal.sign not in ("==", "!="):
-            raise ValueError(f"{signal.value!r} is no number; {signal.sign} compares numbers")
+            raise ValueError(f"{signal.value!r} is not a number; {signal.sign} compares numbers")
         return signal
 
     @property

@@ -7,32 +7,33 @@
         --label click=clicked --label seconds=dwell:regression --action click=clicked --item-feature brand
 
 --input is a .csv, .tsv (also .gz) or .parquet file, or a folder of them: a path, or an address such as
-https://host/clicks.csv.gz or s3://bucket/logs (also gs://, az://, hf:// and what else fsspec reads). Files
-behind an address are first downloaded beside --output, and removed at the end. Then train with
+https://host/clicks.csv.gz or s3://bucket/logs (also gs://, az://, hf:// and whatever else fsspec reads).
+Files at an address are first downloaded beside --output, and removed at the end. Then train with
 `python -m recsys.train --config <output>/starter.config --run-dir runs/<name>`.
 
-- Ids stay as they are: int64 when every one is a whole number, else text.
+- Ids are kept as they are: int64 if every one is a whole number, else text.
 - Every line is an event. Events are ordered by user and time, equal times in the order of the input, shuffled
-  (--ties shuffle) or by another column (--ties COLUMN). schema.json has the share of events that tie.
+  (--ties shuffle) or by another column (--ties COLUMN). schema.json has the share of events with equal times.
 - ranking: a request is a run of one user's events, each at most --session-gap seconds after the one before
   it, cut after --max-candidates; its history is what the user did strictly before. The latest --test-share of
   all events is the test split, the --validation-share before it validation; their histories end where the
   split begins, or with --evaluation-history live at each request (then within-user metrics mean little: the
   history of a second candidate holds the outcome of the first). Vocabularies count training only.
-- ranking, --candidates FILE: the folder `latest` has what to score now, which `python -m recsys.predict
-  --run-dir runs/<name> --input <output>/latest` does. FILE has a line for each candidate, with the columns of
-  user and item as in the log, and any columns of features. A row of `latest` is a user with the whole history
-  and all candidates, at the time of the log's last event; where FILE has features of users, such as the place
-  or the device, each combination of them is a row. Features that FILE lacks are those of the last event of
-  the item or user. Items and users without an event count as unknown; their numbers need a column or --fill.
+- ranking, --candidates FILE: the folder `latest` has the rows to score now; run `python -m recsys.predict
+  --run-dir runs/<name> --input <output>/latest` to score them. FILE has a line for each candidate, with the
+  columns of user and item as in the log, and any columns of features. A row of `latest` is a user with the
+  whole history and all candidates, at the time of the log's last event; where FILE has features of users,
+  such as the place or the device, each combination of them is a row. Features that are not in FILE are taken
+  from the last event of the item or user. Items and users without an event count as unknown; their numbers
+  need a column or --fill.
 - retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation
   target. The catalogue is every item of the log. Users with one or two events only train. The folder
   `latest` has the whole history of every user, to make recommendations from. --min-user-events and
-  --min-item-events leave out users and items with fewer events, again and again until all have as many
-  (a k-core). With features of items `items.parquet` has those of the whole catalogue, each as in the item's
-  last event, for `retriever { item_encoder }`.
+  --min-item-events leave out users and items with fewer events, repeatedly until all that remain
+  have enough (a k-core). If items have features, `items.parquet` has those of the whole catalogue, each from
+  the item's last event, for `retriever { item_encoder }`.
 - An empty cell of a feature is the unknown id; an empty user, item, time or number is an error, unless --fill
-  says what it counts as. --item-list and --user-list take cells of several categories (a|b|c, or a
+  gives its value. --item-list and --user-list take cells of several categories (a|b|c, or a
   list in a parquet file).
 - A label or an action may be a condition: --label 'liked=rating>=4', --action 'bought=event==purchase'.
 
@@ -62,7 +63,7 @@ EARLIEST_YEAR = 1980
 """A log that ends before this year was probably read with a wrong unit of time."""
 
 ABOUT = {
-    "source": "a log of one's own",
+    "source": "a log of your own",
     "licence": "",
     "made_by": f"{command.PROGRAM} csv",
 }
@@ -220,11 +221,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = command.parser("csv", __doc__)
     parser.add_argument("--task", choices=("ranking", "retrieval"), required=True)
     for side in ("user", "item", "time"):
-        parser.add_argument(f"--{side}-column", required=True, help=f"the {side} of each event")
+        parser.add_argument(f"--{side}-column", required=True, help=f"column with the {side} of each event")
     parser.add_argument(
         "--time-unit", choices=TIME_UNITS, default="s", help="unit of times since 1970, or dates as text"
     )
-    parser.add_argument("--delimiter", type=_delimiter, help=r"of a text file; default: , and \t for .tsv")
+    parser.add_argument(
+        "--delimiter", type=_delimiter, help=r"delimiter of text files; default: , and \t for .tsv"
+    )
     parser.add_argument(
         "--label", type=_pair, action="append", default=[], metavar="NAME=COLUMN[>=VALUE|:regression]",
         help="what to predict: a column of 0 and 1, a condition such as 'liked=rating>=4' or "
@@ -234,38 +237,52 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--action", type=_pair, action="append", default=[], metavar="NAME=COLUMN[>=VALUE]",
         help="a bit of the history's actions, set where the column is above 0, or where a condition holds",
     )  # fmt: skip
-    parser.add_argument("--watch-time-column", help="how long an item was used")
+    parser.add_argument("--watch-time-column", help="column with the watch time of each event")
     parser.add_argument("--watch-time-unit", choices=("s", "ms"), default="s", help="unit of that column")
     for side in ("item", "user"):
-        kinds = (("feature", "a category"), ("list", "several categories in a cell"), ("number", "a number"))
+        kinds = (("feature", "a category"), ("list", "several categories"), ("number", "a number"))
         for kind, what in kinds:
             parser.add_argument(
                 f"--{side}-{kind}",
                 action="append",
                 default=[],
                 metavar="COLUMN",
-                help=f"{what} of the {side}",
+                help=f"column with {what} of each {side}",
             )
     parser.add_argument(
-        "--list-delimiter", type=_text, default="|", help="stands between the categories of a cell"
+        "--list-delimiter", type=_text, default="|", help="text between the categories of a cell"
     )
     parser.add_argument(
         "--fill", type=_fill, action="append", default=[], metavar="COLUMN=VALUE",
-        help="what an empty cell of a column counts as",
+        help="value that replaces empty cells of a column",
     )  # fmt: skip
     parser.add_argument(
         "--candidates", type=location, metavar="FILE",
-        help="users and items to score now, a line each, with any of the features; see above (ranking)",
+        help="users and items to score now, one pair per line, with any of the features; see above (ranking)",
     )  # fmt: skip
     parser.add_argument(
-        "--session-gap", type=positive, default=60, help="longest pause in a request, seconds"
+        "--session-gap", type=positive, default=60, help="longest pause within a request, in seconds"
     )
-    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates of a request")
-    parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
-    parser.add_argument("--validation-share", type=_share, default=0.1, help="of all events (ranking)")
-    parser.add_argument("--test-share", type=_share, default=0.1, help="of all events (ranking)")
+    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates per request")
+    parser.add_argument(
+        "--max-history", type=positive, default=200, help="most events per history, the newest"
+    )
+    parser.add_argument(
+        "--validation-share",
+        type=_share,
+        default=0.1,
+        help="share of all events, the latest ones before the test split, for validation (ranking)",
+    )
+    parser.add_argument(
+        "--test-share",
+        type=_share,
+        default=0.1,
+        help="share of all events, the latest ones, for test (ranking)",
+    )
     command.add_evaluation_history(parser)
-    parser.add_argument("--min-count", type=positive, default=1, help="training events of a known id")
+    parser.add_argument(
+        "--min-count", type=positive, default=1, help="number of training events that make an id known"
+    )
     command.add_core(parser, " (retrieval)")
     command.add_part_rows(parser)
     ties.add_flags(parser, None)

@@ -3,27 +3,30 @@
     python -m recsys.prepare kuairand --input KuaiRand-Pure --output data/kuairand
 
 Reads every log_standard*.csv[.gz], user_features*.csv and video_features_basic*.csv below --input. The
-statistics of videos (video_features_statistic*) stay out: they are averages over the whole month, test days
-included.
+statistics of videos (video_features_statistic*) are not used: they are averages over the whole month,
+including the test days.
 
-- An impression that was logged twice (equal in all that is read, seconds and play time included; the copies
-  differ in the hour of logging at most) counts once: it would weigh double in losses, metrics and histories.
+- An impression that was logged twice counts once; otherwise it would have double weight in losses, metrics
+  and histories. Copies are equal in every column that is read, including seconds and play time; at most their
+  hour of logging differs.
 - A request is a run of one user's impressions in one tab and on one day, each at most --request-gap seconds
-  after the one before it, cut after --max-candidates. Kuaishou's own requests are not in the log.
-- Its history is what the user did strictly before its first impression, in all tabs, newest --max-history.
+  after the one before it, at most --max-candidates long. Kuaishou's own requests are not in the log.
+- Its history is what the user did strictly before its first impression, in all tabs: the newest
+  --max-history events.
 - The last --test-days days (Beijing time) are the test split, the --validation-days before them validation,
   the rest training. A history reaches into earlier splits; labels do not.
 - Histories of validation and test end where the split begins, as for scores computed the night before. With
   --evaluation-history live they reach up to each request; then GAUC means little, since the history of a
   user's second candidate holds the outcome of the first (the same model: GAUC of clicks .571 instead of .619,
   experiments/2026-11-22-small-figures).
-- Counters say what was known of a candidate's video and author before its day: `item_impressions` (by all
+- Counters are what was known about a candidate's video and author before its day: `item_impressions` (by all
   users of the log) and, for each binary label, `item_<label>_lift`, the log-odds of its smoothed rate minus
   those of all videos (0: average, or unknown; recsys/prepare/counters.py has the formula); `author_...`
-  likewise. Nothing of the same day or later is counted. In validation and test counting stops where the split
-  begins, as histories do (with --evaluation-history live: where the day begins). --no-counters: none.
-- Vocabularies hold the ids of at least --min-count training impressions; others, and empty values, share the
-  row of unknown ids: a model learns rarer ones by heart. Ids themselves stay as they are.
+  likewise. Events of the same day or later are not counted. In validation and test, counting stops where the
+  split begins, as histories do (with --evaluation-history live: where the day begins). --no-counters leaves
+  them out.
+- Vocabularies hold the ids with at least --min-count training impressions; others, and empty values, share
+  the row of unknown ids, because a model would memorize rarer ones. Ids themselves are kept as they are.
 - Features of users are one snapshot for the whole month, as published.
 """
 
@@ -200,7 +203,7 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
     videos = pl.concat([read_csv(path, kinds) for path in files])
     if videos["video_id"].is_duplicated().any():
         raise DataError(
-            f"{files[0]}: video_id {videos.filter(pl.col('video_id').is_duplicated())[0, 0]} stands twice"
+            f"{files[0]}: video_id {videos.filter(pl.col('video_id').is_duplicated())[0, 0]} occurs twice"
         )
     tags = _tags(videos["tag"])
     wrong = tags.list.eval(pl.element().is_null()).list.any().fill_null(True).arg_true()
@@ -281,7 +284,7 @@ def request_rows(events: pl.DataFrame, slices: Slices, user_files: list[Path]) -
     users = pl.concat([read_csv(path, kinds) for path in user_files])
     if users["user_id"].is_duplicated().any():
         twice = users.filter(pl.col("user_id").is_duplicated())[0, "user_id"]
-        raise DataError(f"{user_files[0]}: user_id {twice} stands twice")
+        raise DataError(f"{user_files[0]}: user_id {twice} occurs twice")
     users = users.with_columns(id_column(users[name]).alias(name) for name in USER)
     first = events[pl.Series(slices.candidate_start)]
     hour = (pl.col("time_ms") + BEIJING_MS) % DAY_MS // 3_600_000
@@ -303,19 +306,29 @@ def _beijing_day(time_ms: pl.Series) -> pl.Series:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = command.parser("kuairand", __doc__)
     parser.add_argument(
-        "--request-gap", type=positive, default=60, help="longest pause in a request, seconds"
+        "--request-gap", type=positive, default=60, help="longest pause within a request, in seconds"
     )
-    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates of a request")
-    parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
+    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates per request")
+    parser.add_argument(
+        "--max-history", type=positive, default=200, help="most events per history, the newest ones"
+    )
     parser.add_argument("--validation-days", type=positive, default=2)
     parser.add_argument("--test-days", type=positive, default=2)
     command.add_evaluation_history(parser)
     parser.add_argument(
-        "--min-count", type=positive, default=5, help="training impressions that make an id known"
+        "--min-count", type=positive, default=5, help="number of training impressions that make an id known"
     )
-    parser.add_argument("--user-modulus", type=positive, default=1, help="keep users whose id it divides")
     parser.add_argument(
-        "--no-counters", dest="counters", action="store_false", help="no counters of videos and authors"
+        "--user-modulus",
+        type=positive,
+        default=1,
+        help="keep only users whose id is divisible by this",
+    )
+    parser.add_argument(
+        "--no-counters",
+        dest="counters",
+        action="store_false",
+        help="leave out the counters of videos and authors",
     )
     ties.add_flags(parser, [name for name in LOG if name not in ("user_id", "time_ms")])
     return parser.parse_args(arguments)

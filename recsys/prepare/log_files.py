@@ -122,8 +122,8 @@ def _as_text(
         or pa.types.is_null(kind)
     ):
         raise DataError(
-            f"{path}: column {name} is {kind}; a log has one text, number, boolean, date or timestamp a "
-            "cell. Write the column with such a type; lists of texts or integers are for --item-list and "
+            f"{path}: column {name} is {kind}; a log has one text, number, boolean, date or timestamp "
+            "per cell. Write the column with such a type; lists of texts or integers are for --item-list and "
             "--user-list"
         )
     if pa.types.is_boolean(kind):

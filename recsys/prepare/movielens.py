@@ -4,26 +4,28 @@
     python -m recsys.prepare movielens --input ml-1m.zip --output data/ml-1m-ranking --task ranking
     python -m recsys.prepare movielens --input ml-latest-small --output data/ml-latest-small
 
-Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-10m) or ratings.csv (later).
+Reads the zip file or folder of a release with ratings.dat (`::`; ml-1m and ml-10m) or ratings.csv (later).
 --input may be an address: https://files.grouplens.org/datasets/movielens/ml-1m.zip
 
 - All ratings count, whatever their stars; no user or movie is left out.
-- Order: by user and time, equal times in the order of the file (a stable sort; another order moves up to a
-  quarter of the targets, so it belongs to the protocol). --ties shuffles them or sorts them by a column.
+- Ratings are sorted by user and time, equal times in the order of the file (a stable sort; another order
+  changes up to a quarter of the targets, so the order is part of the protocol). --ties shuffles equal times
+  or sorts them by a column.
 - `uih_actions` holds the stars: bit ceil(stars), so 3.5 and 4 stars are bit 4.
 
---task retrieval (default), which movie is rated next: leave-one-out splits, one row a user.
+--task retrieval (default) predicts which movie is rated next: leave-one-out splits, one row per user.
 
 - The last movie of a user is the test target, the one before it the validation target, the rest is training
-  history. `train_validation.parquet` is all but the test target, for a final run with settings chosen before.
+  history. `train_validation.parquet` has all but the test target, for a final run with settings chosen
+  before.
 - The catalogue is every movie of movies.dat / movies.csv, rated or not, the most frequent in training first.
   `items.parquet` has genres and year of each, for the item encoder of a two-tower model.
 
---task ranking, is a movie liked (4 stars or more), and how many stars does it get:
+--task ranking predicts whether a movie is liked (4 stars or more), and how many stars it gets:
 
-- A row is a block of a user's neighboring ratings: at most --max-candidates, and pauses of --request-gap
-  seconds at most. Its history is all that the user rated before it. ML-1M's users.dat adds gender, age and
-  occupation.
+- A row is a block of a user's consecutive ratings: at most --max-candidates of them, with pauses of at most
+  --request-gap seconds. Its history is all that the user rated before it. ML-1M's users.dat adds gender, age
+  and occupation.
 - The last --test-percent of each user's ratings are the test split, the --validation-percent before them
   validation; equal times stay together. Most users rate in one sitting, so a cut at one moment for all
   would test on a fifth of them. Histories of validation and test end where the split begins for the user;
@@ -213,7 +215,7 @@ def read_release(path: Path) -> Release:
     movies = tables["movies"]
     twice = movies.filter(pl.col("movieId").is_duplicated())
     if twice.height:
-        raise DataError(f"{path}: movie {twice[0, 'movieId']} stands twice in the list of movies")
+        raise DataError(f"{path}: movie {twice[0, 'movieId']} occurs twice in the list of movies")
     return Release(tables["ratings"], movies, tables.get("users"))
 
 
@@ -274,7 +276,7 @@ def _files(folder: Path) -> dict[str, Path]:
 def _zipped(path: Path) -> dict[str, tuple[str, bytes]]:
     """Reads the files of ratings, movies and users from a zip file; returns address and bytes of each."""
     if not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is no zip file; --input takes a MovieLens zip file or its folder")
+        raise DataError(f"{path} is not a zip file; --input takes a MovieLens zip file or its folder")
     chosen = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -318,14 +320,16 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     defaults = RatingSettings()
     parser = command.parser("movielens", __doc__)
     parser.add_argument("--task", choices=("retrieval", "ranking"), default="retrieval")
-    parser.add_argument("--max-history", type=positive, help="newest movies of a history; default: all")
+    parser.add_argument(
+        "--max-history", type=positive, help="most movies per history, the newest; default: all"
+    )
     for name, what in (
-        ("request-gap", "longest pause in a row, seconds"),
-        ("max-candidates", "most candidates of a row"),
-        ("validation-percent", "of each user's ratings"),
-        ("test-percent", "of each user's ratings"),
-        ("min-count", "training ratings that make an id known"),
-        ("user-modulus", "keep users whose id it divides"),
+        ("request-gap", "longest pause within a row, in seconds"),
+        ("max-candidates", "most candidates per row"),
+        ("validation-percent", "percent of each user's ratings for validation, before those for test"),
+        ("test-percent", "percent of each user's ratings for test, the latest"),
+        ("min-count", "number of training ratings that make an id known"),
+        ("user-modulus", "keep only users whose id is divisible by this"),
     ):
         value = getattr(defaults, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=positive, help=f"ranking: {what}; default: {value}")

@@ -170,7 +170,7 @@ def _rows(events: pl.DataFrame, slices: Slices, users: pl.DataFrame | None) -> p
         return rows
     twice = users.filter(pl.col("userId").is_duplicated())
     if twice.height:
-        raise DataError(f"user {twice[0, 'userId']} stands twice in the list of users")
+        raise DataError(f"user {twice[0, 'userId']} occurs twice in the list of users")
     described = users.select(pl.col("userId").alias("user_id"), *USER)
     rows = rows.join(described, on="user_id", how="left", maintain_order="left")
     unknown = rows.filter(pl.col(USER[0]).is_null())

@@ -1,19 +1,19 @@
-"""Makes next-item data from text files with one line per user, as benchmarks are often passed on.
+"""Makes next-item data from text files with one line per user, the form in which benchmarks are often shared.
 
     python -m recsys.prepare sequences --input Beauty.txt --times Beauty_times.txt --output data/beauty \\
         --min-user-events 5 --min-item-events 5
 
-A line of --input is `user item item ...`, separated by blanks, oldest event first; --times names a file of
-the same form with the times: `user time time ...`. Without it the events of a user are numbered, as if a
-second lay between them. Both may end in .gz. Then train with
+A line of --input is `user item item ...`, separated by spaces, oldest event first; --times names a file of
+the same form with the times: `user time time ...`. Without it, the events of a user count as one
+second apart. Both may end in .gz. Then train with
 `python -m recsys.train --config <output>/starter.config --run-dir runs/<name>`.
 
-- Ids stay as they are: int64 when every one is a whole number, else text.
-- Splits leave one out: the last item of a user is the test target, the one before it the validation target.
-  The catalogue is every item of the file. Users with one or two events only train. The folder `latest` has
-  the whole history of every user, to make recommendations from.
-- --min-user-events and --min-item-events leave out users and items with fewer events, again and again until
-  all have as many (a k-core).
+- Ids are kept as they are: int64 if every one is a whole number, else text.
+- Splits are leave-one-out: the last item of a user is the test target, the one before it the validation
+  target. The catalogue is every item of the file. Users with one or two events only train. The folder
+  `latest` has the whole history of every user, to make recommendations from.
+- --min-user-events and --min-item-events leave out users and items with fewer events, repeatedly until
+  all that remain have enough (a k-core).
 
 Memory: events are cut by user into parts of at most about --part-rows events, worked on one at a time;
 besides that, the ids of the vocabulary must fit.
@@ -33,7 +33,7 @@ from recsys.prepare.log_dataset import LogInput, LogSettings, make_dataset
 from recsys.prepare.sequence_files import ITEM, TIME, USER, read_sequences
 
 ABOUT = {
-    "source": "a log of one's own",
+    "source": "a log of your own",
     "licence": "",
     "made_by": f"{command.PROGRAM} sequences",
 }
@@ -70,13 +70,17 @@ def _prepare(options: argparse.Namespace) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = command.parser("sequences", __doc__)
-    parser.add_argument("--times", type=location, metavar="FILE", help="the times of the events")
+    parser.add_argument("--times", type=location, metavar="FILE", help="file with the times of the events")
     parser.add_argument("--time-unit", choices=TIME_UNITS, default="s")
-    parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
+    parser.add_argument(
+        "--max-history", type=positive, default=200, help="most events per history, the newest"
+    )
     command.add_core(parser)
     command.add_part_rows(parser)
     ties.add_flags(parser, [])
     options = parser.parse_args(arguments)
     if options.ties != ties.FILE and options.times is None:
-        raise ConfigError(f"--ties {options.ties} orders events of one time, and without --times none tie")
+        raise ConfigError(
+            f"--ties {options.ties} orders events with equal times; without --times there are none"
+        )
     return options

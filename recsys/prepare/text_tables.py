@@ -155,7 +155,7 @@ def read_csv_stream(open_file: Callable[[], BinaryIO], where: str, kinds: Mappin
     """Reads a whole CSV file, as `read_csv` does, that `open_file` opens and that errors call `where`."""
     pieces = [typed(piece, kinds, where, line) for line, piece in text_batches(open_file, where, list(kinds))]
     if not pieces:
-        raise DataError(f"{where}: no rows behind the header")
+        raise DataError(f"{where}: no rows after the header")
     return pl.concat(pieces)
 
 

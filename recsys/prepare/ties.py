@@ -31,9 +31,10 @@ def add_flags(flags: argparse.ArgumentParser, keys: Sequence[str] | None) -> Non
         default=FILE,
         choices=None if keys is None else (FILE, SHUFFLE, *keys),
         metavar="ORDER" if keys is None else None,
-        help=f"order of a user's events of one time: {FILE} (as they stand; default) or {SHUFFLE}{column}",
+        help=f"order of a user's events that have equal times: {FILE} (order of the input; default) or "
+        f"{SHUFFLE}{column}",
     )
-    flags.add_argument("--seed", type=_seed, default=0, help=f"of --ties {SHUFFLE} (default: 0)")
+    flags.add_argument("--seed", type=_seed, default=0, help=f"seed of --ties {SHUFFLE} (default: 0)")
 
 
 def shuffle_keys(order: np.ndarray, seed: int) -> pl.Series:
@@ -72,7 +73,7 @@ def report(entry: Mapping[str, Any]) -> str:
     orders = {FILE: "in the order of the input", SHUFFLE: f"shuffled with seed {entry.get('seed')}"}
     order = orders.get(str(entry["order"]), f"by {entry['order']}")
     share = f"{100 * entry['share']:.1f} %"
-    return f"{share} of neighboring events of a user have the same time; these stand {order}"
+    return f"{share} of neighboring events of a user have the same time; these are {order}"
 
 
 def _seed(text: str) -> int:

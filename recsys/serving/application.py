@@ -202,7 +202,7 @@ async def _reload(
         return failure(422, "; ".join(one["msg"] for one in error.errors(include_url=False)))
     except ReloadError as error:
         metrics.reloads.labels("refused").inc()
-        return failure(409, f"{holder.current.version} goes on: {error}")
+        return failure(409, f"{holder.current.version} stays in use: {error}")
     metrics.reloads.labels("done").inc()
     return JSONResponse({"model": model.version})
 

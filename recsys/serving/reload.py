@@ -75,7 +75,7 @@ class ModelHolder:
         try:
             model = await asyncio.to_thread(self._load, folder)
         except (RecsysError, OSError) as error:
-            log.error("%s was not loaded, %s goes on: %s", folder, self.current.version, error)
+            log.error("%s was not loaded, %s stays in use: %s", folder, self.current.version, error)
             raise ReloadError(str(error)) from error
         finally:
             self._loading = False

@@ -186,7 +186,7 @@ def read_bundle(folder: Path) -> Bundle:
         DataError: the folder is no bundle, of another format, or a file of it is missing, changed or added.
     """
     require_whole(
-        folder, "take a copy of the bundle that is whole, or make it again with `recsys sid fit`", _FILE
+        folder, "use an undamaged copy of the bundle, or make it again with `recsys sid fit`", _FILE
     )
     try:
         about = typed_json.parse((folder / _FILE).read_bytes(), About)

@@ -19,24 +19,32 @@ MOST_LEVELS = 64
 def embed(arguments: list[str] | None = None) -> None:
     """Turn the items of a data folder into vectors: from texts, from training events, or from a file."""
     flags = _parser("embed", embed)
-    flags.add_argument("--data", type=Path, required=True, metavar="DIR", help="a folder of `recsys prepare`")
+    flags.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="a folder made by `recsys prepare`"
+    )
     flags.add_argument(
         "--source", action="append", choices=("text", "cooc", "file"),
-        help="may be repeated; their vectors are joined (default: text and cooc)",
+        help="source of vectors; may be repeated to join several (default: text and cooc)",
     )  # fmt: skip
     flags.add_argument(
-        "--weight", action="append", type=_factor, help="of each --source, in order (default: 1)"
+        "--weight", action="append", type=_factor, help="weight of each --source, in order (default: 1)"
     )
     flags.add_argument("--items", type=Path, metavar="FILE", help="item table: .parquet, .csv or .jsonl")
-    flags.add_argument("--item-column", help="its column of ids, also that of --vectors (default: item_id)")
-    flags.add_argument("--text-column", action="append", help="may be repeated (default: all columns)")
+    flags.add_argument("--item-column", help="column of ids in --items and --vectors (default: item_id)")
+    flags.add_argument(
+        "--text-column",
+        action="append",
+        help="column of --items with text; may be repeated (default: all columns)",
+    )
     flags.add_argument("--text-encoder", choices=("tfidf", "minilm"), help="default: tfidf")
-    flags.add_argument("--vectors", type=Path, metavar="FILE", help="of the source `file`: .parquet or .npy")
+    flags.add_argument(
+        "--vectors", type=Path, metavar="FILE", help="vectors for --source file: .parquet or .npy"
+    )
     flags.add_argument(
         "--like",
         type=Path,
         metavar="DIR",
-        help="a bundle or folder of vectors: take its transform, for new items",
+        help="a bundle or folder of vectors whose transform is applied to new items",
     )
     flags.add_argument("--seed", type=_seed, default=0, help="default: 0")
     options = flags.parse_args(arguments)
@@ -91,17 +99,17 @@ def fit(arguments: list[str] | None = None) -> None:
     """Fit a quantizer on vectors and write a bundle: a short code for each item."""
     flags = _parser("fit", fit)
     flags.add_argument(
-        "--embeddings", type=Path, required=True, metavar="DIR", help="a folder of `recsys sid embed`"
+        "--embeddings", type=Path, required=True, metavar="DIR", help="a folder made by `recsys sid embed`"
     )
     flags.add_argument(
         "--quantizer", choices=("rq_kmeans", "rq_vae", "opq"), default="rq_kmeans", help="default: rq_kmeans"
     )
-    flags.add_argument("--levels", type=positive, help="codes of an item (default: 3; opq: 32)")
-    flags.add_argument("--size", type=positive, default=256, help="values of a code (default: 256)")
+    flags.add_argument("--levels", type=positive, help="number of codes per item (default: 3; opq: 32)")
+    flags.add_argument("--size", type=positive, default=256, help="number of values of a code (default: 256)")
     flags.add_argument(
         "--balanced",
         action="store_true",
-        help="Sinkhorn: use codes evenly; rq_kmeans on all levels, rq_vae on the last",
+        help="use codes evenly (Sinkhorn): rq_kmeans on all levels, rq_vae on the last",
     )
     flags.add_argument("--steps", type=positive, help="training steps of rq_vae (default: 10000)")
     flags.add_argument("--seed", type=_seed, default=0, help="default: 0")
@@ -160,9 +168,7 @@ def report(arguments: list[str] | None = None) -> None:
     # Not in the bundle, whose manifest names every file.
     html = options.html or options.bundle.resolve().with_name(f"{name}-{PAGE}")
     if html.resolve().is_relative_to(options.bundle.resolve()):
-        raise ConfigError(
-            f"--html {html}: lies in the bundle, which would no longer be whole; name another place"
-        )
+        raise ConfigError(f"--html {html}: lies in the bundle and would damage it; name another place")
     files.write_text(html, page.build(read, name))
     print("\n".join(page.lines(read)))
     print(f"page: {html}")
@@ -179,7 +185,7 @@ def append(arguments: list[str] | None = None) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="vectors, of `recsys sid embed --like BUNDLE`",
+        help="vectors made by `recsys sid embed --like BUNDLE`",
     )
     options = flags.parse_args(arguments)
     # The bundle itself may be the output: it is replaced when the new one is whole.
@@ -193,14 +199,14 @@ def append(arguments: list[str] | None = None) -> None:
     new = bundle.append_items(old, vectors, hash_transform(options.embeddings))
     bundle.write_bundle(options.output, new, options.bundle)
     added = len(new.ids) - len(old.ids)
-    print(f"version {new.about.version}: {added:,} new items, {len(old.ids):,} old ones as they were")
+    print(f"version {new.about.version}: {added:,} new items, {len(old.ids):,} old ones unchanged")
 
 
 def _parser(tool: str, function) -> argparse.ArgumentParser:
     """The parser of a tool that makes a folder."""
     flags = Parser(prog=f"{PROGRAM} {tool}", description=function.__doc__, allow_abbrev=False)
-    flags.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
-    flags.add_argument("--overwrite", action="store_true", help="replace the output folder when it exists")
+    flags.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to create")
+    flags.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
     return flags
 
 

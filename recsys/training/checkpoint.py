@@ -99,7 +99,7 @@ class Checkpoints:
             if not faults:
                 return path
             self._damaged.add(path)
-            log.warning("checkpoint %s is damaged and passed over: %s", path.name, "; ".join(faults))
+            log.warning("checkpoint %s is damaged and skipped: %s", path.name, "; ".join(faults))
         return None
 
     def _publish(self, aside: Path, path: Path, state: SavedState, needed: int) -> None:
@@ -159,13 +159,15 @@ def find(folder: Path, which: str) -> Path:
         path = folder / _name(int(which))
         if not path.exists():
             kept = ", ".join(str(int(x.name.removeprefix("step-"))) for x in checkpoints.steps())
-            raise RecsysError(f"{path}: there is no such state; kept are the steps {kept or '(none)'}")
+            raise RecsysError(
+                f"{path}: there is no such state; the steps that were kept are {kept or '(none)'}"
+            )
         return _require_whole(path)
     if which not in ("best", "newest"):
         raise ConfigError(f"checkpoint {which!r}: give best, newest, or the number of a step")
     newest = checkpoints.newest_here()
     if newest is None:
-        raise RecsysError(f"{folder}: there is no whole checkpoint; train first: python -m recsys.train")
+        raise RecsysError(f"{folder}: there is no undamaged checkpoint; train first: python -m recsys.train")
     best = read_state(newest).progress.best
     return _require_whole(folder / _name(best.step)) if which == "best" and best else newest
 

@@ -63,14 +63,16 @@ def _draw(sequence: _Sequence) -> list[str]:
     lines, first = [f"{sequence.name}: {_counts(layout)}"], 1
     rules = getattr(sequence.stack, "rules", None)
     if rules is None:
-        return [*lines, f"  {type(sequence.stack).__name__} says no rules of its layers"]
+        return [*lines, f"  {type(sequence.stack).__name__} declares no rules for its layers"]
     for stage in _stages(rules):
         if stage.tail_len is not None:
             before = layout.total_len
             layout, index = layout.truncate(stage.tail_len)
             origin = origin[index]
             ended = before - layout.total_len
-            lines.append(f"  attention truncation to {stage.tail_len} history tokens: {ended} end here")
+            lines.append(
+                f"  attention truncation to {stage.tail_len} history tokens: {ended} tokens are dropped"
+            )
         last = first + stage.num_layers - 1
         layers = f"layer {first}" if first == last else f"layers {first} to {last}"
         lines += [f"  {layers}: {_words(stage.mask)}", *_tokens(layout, origin.tolist(), stage.mask)]

@@ -146,7 +146,9 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
         if "step" in state:
             state["step"].zero_()
         if strangers := [key for key, value in state.items() if not isinstance(value, Tensor | None)]:
-            what = f"its state {', '.join(strangers)} of {name} is no tensor, so it could not be saved"
+            what = (
+                f"entry {', '.join(strangers)} of its state for {name} is not a tensor, so it cannot be saved"
+            )
             raise TypeError(f"{type(chosen).__name__}: {what}")
     _set_rate(optimizer, chosen.lr)
     return optimizer
@@ -196,7 +198,8 @@ def _groups(
             if sorted_out:
                 groups.append(DenseGroup(sorted_out, are_matrices, decay, group.lr_scale))
     if findings and len(parameters) < len(dict(model.named_parameters())):
-        findings.append("train.dense_optimizer.groups: sharded tables have none; see train.sparse_optimizer")
+        what = "groups do not apply to sharded tables; see train.sparse_optimizer"
+        findings.append(f"train.dense_optimizer.groups: {what}")
     if findings:
         raise ConfigError(findings)
     return groups

@@ -110,7 +110,7 @@ def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:
         raise ConfigError(
             [
                 f"{path} was trained with another model, so its weights would mean something else. Give the "
-                "old values; without --config, --run-dir uses those of the run. May change: "
+                "old values; without --config, --run-dir uses those of the run. These fields may change: "
                 + ", ".join([*model_may_change(), *(f"{name} of a mixer" for name in KERNELS)]),
                 *changed,
             ]
@@ -129,7 +129,7 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
         raise ConfigError(
             [
                 f"{folder} holds a run with another config, so it is not continued. Give the old values, or "
-                "another --run-dir. May change: " + ", ".join(MAY_CHANGE),
+                "another --run-dir. These fields may change: " + ", ".join(MAY_CHANGE),
                 *changed,
             ]
         )
@@ -145,8 +145,8 @@ def require_same_inputs(saved: Inputs, now: Inputs) -> None:
     # A state without a fingerprint of its items was saved before fingerprints existed.
     if saved.items is not None and saved.items != now.items:
         raise DataError(
-            "data.item_file changed since the run was saved, so the run would go on with other items. Bring "
-            "the old file back, or train anew with another --run-dir"
+            "data.item_file changed since the run was saved, so the run would continue with other items. "
+            "Restore the old file, or train again with another --run-dir"
         )
     lines = []
     for before, after in zip_longest(saved.files, now.files):
@@ -154,7 +154,7 @@ def require_same_inputs(saved: Inputs, now: Inputs) -> None:
             lines.append(f"{_file(before)} when the run was saved, {_file(after)} now")
     if lines:
         raise DataError(
-            "the training files changed, so the place in them that the run had reached means nothing:\n"
+            "the training files changed, so the run's position in them is no longer valid:\n"
             + "\n".join(lines)
         )
 
@@ -174,8 +174,8 @@ def require_same_vocabularies(saved: Inputs, now: dict[str, str]) -> None:
     if changed:
         raise DataError(
             f"the vocabulary of {', '.join(changed)} is not the one that the model was trained with, or its "
-            "ids lay in another order (model.embedding.placement): rows would stand for other ids. Bring the "
-            "old ones back, or train anew with another --run-dir"
+            "ids are in another order (model.embedding.placement): rows would stand for other ids. Restore "
+            "it, or train again with another --run-dir"
         )
 
 
@@ -184,8 +184,8 @@ def differences(saved: SavedState, versions: dict[str, str], world_size: int) ->
     changes = []
     if saved.world_size != world_size:
         changes.append(
-            f"it was saved by {saved.world_size} processes and goes on with {world_size}; a step has as many "
-            "batches as processes"
+            f"it was saved by {saved.world_size} processes and resumes with {world_size}; a step has one "
+            "batch per process"
         )
     changed = [
         f"{name} {saved.versions.get(name, '(none)')} then, {versions.get(name, '(none)')} now"

@@ -116,7 +116,7 @@ class Session:
         if self.progress.step >= self.total_steps:
             return f"all {self.progress.step} steps are done"
         if patience and self.progress.evaluations_without_gain >= patience:
-            return f"{patience} evaluations brought no gain"
+            return f"{patience} evaluations brought no improvement"
         return ""
 
     def save(self) -> Path:
@@ -141,7 +141,8 @@ class Session:
                 restore_rng(state.rng[rank], device)
             except (ValueError, IndexError) as error:
                 raise RecsysError(
-                    f"{path / checkpoint.STATE}: damaged ({error}); remove {path} to go on from an older one"
+                    f"{path / checkpoint.STATE}: damaged ({error}); remove {path} to resume from an "
+                    "older state"
                 ) from error
         else:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))
@@ -213,7 +214,7 @@ def open_session(
     if saved and state:
         require_same_inputs(state.inputs, session.inputs)
         session.restore(saved, state)
-        log.info("going on from %s", saved)
+        log.info("resuming from %s", saved)
         for line in differences(state, environment.versions(), processes.world_size):
             if processes.is_main:
                 log.warning("%s", line)

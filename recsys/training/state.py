@@ -155,7 +155,7 @@ def restore_rng(state: dict[str, Any], device: torch.device) -> None:
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_to_bytes(state["cuda"]), device)
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"no state of random numbers ({error})") from error
+        raise ValueError(f"not a saved state of random number generators ({error})") from error
 
 
 def _to_text(state: torch.Tensor) -> str:

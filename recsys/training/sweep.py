@@ -77,7 +77,7 @@ def parse_setting(text: str) -> Setting:
             values[-1] += character
     values = [value.strip() for value in values]
     if "" in values or len(set(values)) < len(values):
-        raise ConfigError(f"--vary {text}: a value is empty or stands there twice")
+        raise ConfigError(f"--vary {text}: a value is empty or repeated")
     return Setting(path.strip(), values)
 
 

@@ -233,9 +233,9 @@ class Trainer:
         try:
             session.load_weights(best.step)
         except RecsysError as error:
-            log.warning("the report tells of the last state only; the best cannot be loaded: %s", error)
+            log.warning("the report covers only the last state; the best state cannot be loaded: %s", error)
             return
-        log.info("looking once more at the best state, step %d, for the report", best.step)
+        log.info("evaluating the best state, step %d, again for the report", best.step)
         _, results = self._evaluate(session.validation, closely=True)
         self._report(results, best.step)
 

@@ -235,7 +235,7 @@ MISTAKES = {
         *settings(f"{MIXER}.[acme.huber].delta=2"),
     ],
     f"{MIXER}.hstu: [acme.gru] is chosen; replace it first": [*ACME, *settings(f"{MIXER}.hstu.num_heads=2")],
-    f"{MIXER}.sasrec: only one of a kind, and line 1 chose [acme.gru]; keep one": [
+    f"{MIXER}.sasrec: only one of these may be set, but line 1 sets [acme.gru]; keep one": [
         *ACME,
         *settings(f"{MIXER}={{[acme.gru] {{}} sasrec {{}}}}"),
     ],
@@ -264,7 +264,7 @@ MISTAKES = {
     f"{MIXER}.[toys.token].num_layers: 0 is given; it must be 1 or more": train(
         TINY, *settings(f"{MIXER}={{[toys.token] {{num_layers: 0}}}}")
     ),
-    "export.cached_scoring: mixer.[toys.token] keeps no cache; drop it, or use hstu or mixture": train(
+    "export.cached_scoring: mixer.[toys.token] cannot score with a cache; remove this setting": train(
         TINY, *settings("export.cached_scoring=true", f"{MIXER}={{[toys.token] {{}}}}")
     ),
     "model.[toys.dot].tasks: a dot weighs its tasks with at least 1": train(
@@ -350,7 +350,7 @@ def test_a_printed_config_is_read_back_as_the_same(project, results):
 def test_components_of_the_page_train_and_resume_without_a_flag(project, results):
     assert results["train"].code == 0, results["train"].text
     assert results["resume"].code == 0, results["resume"].text
-    assert re.search(r"going on from .*step-0*2\b", results["resume"].text)
+    assert re.search(r"resuming from .*step-0*2\b", results["resume"].text)
     evaluated = records(project / "acme_run", "evaluation")
     assert 0 <= evaluated[2]["metrics"]["watch_time/within"] <= 1
     rates = {step: record["lr"]["dense"] for step, record in records(project / "acme_run").items()}
@@ -375,14 +375,14 @@ def test_components_of_an_entry_point_train(results):
     assert "loss of the first step" in results["toys"].text
     kernel = f"kernel of softmax_attention: reference (cpu, float32, {MIXER}.[toys.token].backend"
     assert kernel in results["toys"].text
-    assert "TokenMixer says no rules of its layers" in results["toys"].text
+    assert "TokenMixer declares no rules for its layers" in results["toys"].text
 
 
 def test_a_model_of_another_package_trains_resumes_and_evaluates(results):
     for name in ("dot", "dot resume", "dot evaluate"):
         assert results[name].code == 0, results[name].text
     assert "data.max_candidates: a dot can take any number" in results["dot"].text
-    assert re.search(r"going on from .*step-0*2\b", results["dot resume"].text)
+    assert re.search(r"resuming from .*step-0*2\b", results["dot resume"].text)
     assert "is_click/auc" in results["dot evaluate"].text
     width = results["dot width"]
     assert width.code == 2

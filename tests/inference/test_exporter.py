@@ -60,7 +60,7 @@ def test_an_export_does_not_replace_a_package_with_other_things_in_it(tmp_path):
     files.write_manifest(folder)
     part = folder / "predictions" / "part-0.parquet"
     part.write_text("mine")
-    assert refused(folder).startswith(f"{part} is no part of the package in {folder}")
+    assert refused(folder).startswith(f"{part} is not part of the package in {folder}")
 
 
 def test_a_comparison_of_nothing_proves_nothing(tmp_path):

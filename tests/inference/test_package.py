@@ -57,11 +57,11 @@ def test_a_package_for_a_gpu_wants_that_gpu(gpu):
 
 def test_the_folder_of_a_run_is_no_package(tmp_path):
     (tmp_path / "config.resolved").touch()
-    with pytest.raises(PackageError, match=r"there is no package, no package.json in it$"):
+    with pytest.raises(PackageError, match=r"there is no package here \(package.json is missing\)$"):
         Package(tmp_path)
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "package.json").touch()
-    with pytest.raises(PackageError, match=rf"no package.json in it; it is in {tmp_path}/export$"):
+    with pytest.raises(PackageError, match=rf"\(package.json is missing\); it is in {tmp_path}/export$"):
         Package(tmp_path)
 
 
@@ -73,7 +73,7 @@ def test_a_description_and_a_config_belong_to_the_same_model(tmp_path):
     for change in ({"kind": "retriever"}, {"outputs": ["is_click"]}, {"inputs": inputs[1:]}):
         with pytest.raises(PackageError, match=r"package\.json: it describes another model than config\."):
             _require_same_model(tmp_path, dataclasses.replace(whole, **change), pipeline)
-    with pytest.raises(PackageError, match="device is 'meta', known are cpu and cuda: export it again"):
+    with pytest.raises(PackageError, match="device is 'meta'; it must be cpu or cuda: export it again"):
         _require_device(tmp_path, dataclasses.replace(whole, device="meta"))
 
 
@@ -92,7 +92,7 @@ def test_a_program_is_an_archive_without_packed_entries(tmp_path):
         Program(path, [], torch.device("cpu"))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data", bytes(10_000_000))
-    with pytest.raises(PackageError, match="unpack to 10,000,000, and a program is not packed: export"):
+    with pytest.raises(PackageError, match="unpack to 10,000,000, but a .* is not compressed: export"):
         Program(path, [], torch.device("cpu"))
 
 

@@ -195,11 +195,13 @@ def test_what_differs_from_the_predictions_in_a_folder_is_named(repeated, tmp_pa
     changed = pb.Pipeline()
     changed.CopyFrom(repeated.package.pipeline)
     changed.data.key_columns.append("request_time")
-    with pytest.raises(RecsysError, match="holds predictions with another data.key_columns: give another"):
+    with pytest.raises(
+        RecsysError, match="holds predictions made with a different data.key_columns: give another"
+    ):
         predict(Predictor(repeated.package, changed), repeated.source(), out)
     changed.predict.top_k = 2
     pq.write_table(pq.read_table(repeated.paths[0]).slice(0, 1), repeated.paths[0])
-    message = "another setting of `predict` and another data.key_columns and another input: give another"
+    message = "a different setting of `predict` and a different data.key_columns and a different input: give"
     with pytest.raises(RecsysError, match=message):
         predict(Predictor(repeated.package, changed), repeated.source(), out)
 
@@ -215,7 +217,7 @@ def test_a_damaged_part_of_predictions_is_named(repeated, tmp_path):
     for content in (b"", without_count[:-5], without_count):
         part.write_bytes(content)
         with pytest.raises(
-            RecsysError, match=f"{part.name}: not a part of predictions .*; remove it and start"
+            RecsysError, match=f"{part.name}: not a file of predictions .*; remove it and start"
         ):
             predict(Predictor(repeated.package), repeated.source(), out)
 

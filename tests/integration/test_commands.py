@@ -150,7 +150,7 @@ def test_what_is_not_there_is_named(tmp_path, capsys, caplog):
     assert evaluate(*flags(tmp_path)) == 2
     assert "data.test: absent" in capsys.readouterr().err
     assert evaluate(*flags(tmp_path), "--split", "validation") == 1
-    assert "there is no whole checkpoint" in caplog.text
+    assert "there is no undamaged checkpoint" in caplog.text
 
 
 def test_a_dry_run_shows_a_sample_and_sizes_and_leaves_nothing(tmp_path, capsys):

@@ -268,7 +268,10 @@ def test_an_interrupted_prediction_goes_on_and_another_one_is_refused(ranker, tm
     assert parts[0].stat().st_mtime_ns == kept
     flags = ("--package", ranker.package, "--input", ranker.rows, "--output")
     said = command("predict", *flags, output, "--set", "predict.batch_size=7", code=1)
-    assert f"{output} holds predictions with another setting of `predict`: give another --output" in said
+    assert (
+        f"{output} holds predictions made with a different setting of `predict`: give another --output"
+        in said
+    )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     assert "is not empty" in command("predict", *flags, tmp_path / "full", code=1)
@@ -285,7 +288,9 @@ def test_wrong_calls_say_what_to_do(ranker, tmp_path):
     said = command("predict", "--package", ranker.package, "--output", tmp_path / "o", code=2)
     assert "--input: not given, and the package's config has no data.test" in said
     said = command("predict", "--package", tmp_path, "--input", ranker.rows, code=2)
-    assert f"{tmp_path}/config.resolved: there is no package" in said and "python -m recsys.export" in said
+    assert (
+        f"{tmp_path}/config.resolved: there is no package here" in said and "python -m recsys.export" in said
+    )
     assert "no such file" in command(
         "predict",
         "--package",

@@ -155,8 +155,8 @@ def test_stopped_by_a_signal_then_continued_from_a_damaged_checkpoint(tmp_path, 
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(damaged)
     assert train(tmp_path) == 0
-    assert f"checkpoint {saved[-1]} is damaged and passed over: {data}" in caplog.text
-    assert f"going on from {tmp_path}/checkpoints/{saved[-2]}" in caplog.text
+    assert f"checkpoint {saved[-1]} is damaged and skipped: {data}" in caplog.text
+    assert f"resuming from {tmp_path}/checkpoints/{saved[-2]}" in caplog.text
     assert_same_run(tmp_path, uninterrupted)
 
 
@@ -207,7 +207,7 @@ def test_patience_ends_a_run_and_the_best_state_is_kept(tmp_path, caplog):
     frequent = ("train.evaluation.every_steps=1", "train.evaluation.patience=3")
     assert train(tmp_path, *stubborn, *frequent) == 0
     assert sorted(records(tmp_path, "evaluation")) == [1, 2, 3, 4]
-    assert "3 evaluations brought no gain" in caplog.text
+    assert "3 evaluations brought no improvement" in caplog.text
     assert (tmp_path / "checkpoints" / "step-00000001").exists()
 
 

@@ -234,7 +234,7 @@ def test_one_compiled_graph_serves_layers_and_sizes():
 
 
 def test_what_is_compiled_is_not_recomputed():
-    with pytest.raises(ValueError, match="compile: what is compiled is not computed again"):
+    with pytest.raises(ValueError, match="compile: compiled layers cannot recompute"):
         random_layer(("u", "layer", "concat"), recompute=["uvqk"], compiled=True)
 
 

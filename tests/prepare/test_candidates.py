@@ -190,7 +190,7 @@ def test_the_rest_of_the_data_is_that_without_candidates(tmp_path, capsys):
         ("who;sku\n1;2\n", [], 3, "It has all of them with --delimiter ';'"),
         ("who,sku,sku\n1,2,3\n", [], 3, "2 columns are called sku; rename all but one"),
         ("who,sku,place,place\n1,2,3,4\n", [], 3, "2 columns are called place; rename all but one"),
-        ("who,sku\n", [], 3, "asked.csv: no candidates behind the header"),
+        ("who,sku\n", [], 3, "asked.csv: no candidates after the header"),
         ("", [], 3, "asked.csv: the file is empty; its first line must name the columns"),
         ("who,sku\n1,2\n,3\n", [], 3, "asked.csv, line 3: who is '', expected an id"),
         ("who,sku\n1,2\n1,\n", [], 3, "asked.csv, line 3: sku is '', expected an id"),

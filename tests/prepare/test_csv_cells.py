@@ -139,8 +139,12 @@ def test_lists_of_a_parquet_file_hold_nulls_and_no_delimiter(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--label", "x=rating=>4"], 2, "--label ...=rating=>4: => is no sign; did you mean >=?"),
-        (["--label", "x=rating>=high"], 2, "--label ...=rating>=high: 'high' is no number"),
+        (
+            ["--label", "x=rating=>4"],
+            2,
+            "--label ...=rating=>4: => is not a comparison sign; did you mean >=?",
+        ),
+        (["--label", "x=rating>=high"], 2, "--label ...=rating>=high: 'high' is not a number"),
         (["--label", "x=rating>=4:regression"], 2, "leave out :regression"),
         (["--label", "x=rating>=4"], 3, "rating is '', expected a number; --fill rating=VALUE says what"),
         (["--label", "x=event>=4", "--fill", "event=view"], 3, "line 2: event is 'view', expected a number"),

@@ -160,7 +160,7 @@ def test_the_same_input_gives_the_same_bytes(prepared, tmp_path):
         ([*RATINGS, "7::four::5::1"], MOVIES, r"ratings.dat, line 8: movieId is 'four', expected an integer"),
         ([*RATINGS, "7::6::5::1"], MOVIES, r"movie 6 is rated but not in the list of movies"),
         ([*RATINGS, "7::1::6::1"], MOVIES, r"rating 8 is 6.0, stars are 0.5 to 5"),
-        (RATINGS, [*MOVIES, MOVIES[0]], r"movie 1 stands twice"),
+        (RATINGS, [*MOVIES, MOVIES[0]], r"movie 1 occurs twice"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, capsys, ratings, movies, message):
@@ -173,7 +173,7 @@ def test_missing_files_are_named(tmp_path, capsys):
     assert "nowhere: no such file or folder" in capsys.readouterr().err
     (tmp_path / "not.zip").write_text("text")
     assert prepare(tmp_path / "not.zip", tmp_path / "made") == 3
-    assert "is no zip file" in capsys.readouterr().err
+    assert "is not a zip file" in capsys.readouterr().err
     shutil.copytree(ORIGINAL, tmp_path / "in")
     (tmp_path / "in" / "movies.csv").unlink()
     assert prepare(tmp_path / "in", tmp_path / "made") == 3

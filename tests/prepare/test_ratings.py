@@ -234,7 +234,7 @@ def test_the_starter_config_reads_what_was_made(tmp_path, source):
     ("change", "flags", "code", "message"),
     [
         (USERS[1:], [], 3, "user 1 has ratings but is not in the list of users"),
-        ([*USERS, USERS[0]], [], 3, "user 1 stands twice in the list of users"),
+        ([*USERS, USERS[0]], [], 3, "user 1 occurs twice in the list of users"),
         (["1::F::18"], [], 3, "users.dat, line 1: 3 values, expected 5"),
         (USERS, ["--test-percent", "90"], 2, "leave none to train on"),
         (USERS, ["--task", "retrieval", "--min-count", "5"], 2, "--min-count is for --task ranking"),

@@ -76,7 +76,7 @@ def test_ties_stand_in_the_order_of_the_file_or_of_a_column(tmp_path, capsys, ti
     assert schema["ties"] == {"order": ties, "share": round(share_by_hand(), 4)}
     order = "in the order of the input" if ties == "file" else f"by {ties}"
     share = f"{100 * share_by_hand():.1f} %"
-    said = f"{share} of neighboring events of a user have the same time; these stand {order}"
+    said = f"{share} of neighboring events of a user have the same time; these are {order}"
     assert said in capsys.readouterr().out.splitlines()
 
 
@@ -125,7 +125,7 @@ def test_ties_of_sequences(tmp_path, capsys):
         place = [item % 40 for item in row["uih_item_id"]]
         assert sorted(place[:20]) == list(range(20)) and place[:20] != list(range(20))
     assert command.main([*base, str(tmp_path / "none"), "--ties", "shuffle"]) == 2
-    assert "without --times none tie" in capsys.readouterr().err
+    assert "without --times there are none" in capsys.readouterr().err
 
 
 def test_ties_of_movielens(tmp_path):

@@ -176,7 +176,7 @@ def test_what_cannot_be_cached_says_so():
     pipeline = pipeline_of(RANKER, "model { ranker { mixer { sasrec { num_heads: 2 } } } }")
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
     assert not keeps_cache(model)
-    with pytest.raises(ValueError, match="SasRecMixer keeps no cache; score whole rows"):
+    with pytest.raises(ValueError, match="SasRecMixer cannot score with a cache; score whole rows"):
         CachedModel(model)
     pipeline = pipeline_of(RANKER)
     model = build(pipeline).train()

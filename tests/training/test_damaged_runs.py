@@ -165,7 +165,7 @@ def test_random_states_that_are_none_are_refused():
             try:
                 restore_rng(changed(state, place, wrong), torch.device("cpu"))
             except ValueError as error:
-                assert "no state of random numbers" in str(error)
+                assert "not a saved state of random number generators" in str(error)
     restore_rng(state, torch.device("cpu"))
     assert random.getstate() == before
 

@@ -233,7 +233,7 @@ class Counting(torch.optim.SGD):
         (
             lambda groups: [Counting([group.for_torch() for group in groups], lr=0)],
             TypeError,
-            "AdamW: its state count of tower.0.weight is no tensor, so it could not be saved",
+            "AdamW: entry count of its state for tower.0.weight is not a tensor, so it cannot be saved",
         ),
     ],
 )

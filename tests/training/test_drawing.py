@@ -31,7 +31,7 @@ def test_every_stage_of_a_sample():
         "       6    6  history     ###..##..",
         "       7    7  target      ########.",
         "       8    8  target      #######.#",
-        "  attention truncation to 3 history tokens: 2 end here",
+        "  attention truncation to 3 history tokens: 2 tokens are dropped",
         "  layer 3: full causal attention, targets in groups of 2",
         "       0    0  contextual  #####..",
         "       1    1  contextual  #####..",

@@ -202,7 +202,7 @@ def test_what_a_run_goes_on_with_but_not_bit_for_bit():
     state = SavedState(Progress(), [], Inputs([], {}), "", versions, world_size=2)
     assert differences(state, dict(versions), 2) == []
     (ranks,) = differences(state, versions, 4)
-    assert ranks.startswith("it was saved by 2 processes and goes on with 4;")
+    assert ranks.startswith("it was saved by 2 processes and resumes with 4;")
     (changed,) = differences(state, {"torch": "2.13.0", "torchrec": "1.7.0", "numpy": "2.4"}, 2)
     assert changed.startswith(
         "it was saved with other versions (numpy (none) then, 2.4 now; torch 2.12.0 then, 2.13.0 now; "

@@ -94,7 +94,7 @@ def _weights(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for column, path in model.weight_columns():
         if f.side_of(column) not in model.weight_sides:
             lists = " or ".join(f"{f.PREFIX[side]}*" for side in model.weight_sides if f.PREFIX[side])
-            what = f"{column} is given; a {model.kind} has weights in lists {lists}, or one number a row"
+            what = f"{column} is given; a {model.kind} has weights in lists {lists}, or one number per row"
             yield Finding(path, what)
         if column in inputs:
             what = f"{column} is also the column of a feature; write the weights to a column of their own"
@@ -120,7 +120,7 @@ def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if len(set(task.label_bits)) < len(task.label_bits):
             yield Finding(f"{path}.label_bits", "a bit is named twice; name each once")
         if task.label_bits and loss_kind(task.loss) == "regression":
-            what = "bits make labels 0 and 1, and the loss is one of regression"
+            what = "bits make labels 0 and 1, but the loss is a regression loss"
             yield Finding(f"{path}.label_bits", f"{what}; drop them or choose a loss of binary labels")
 
 
@@ -180,7 +180,9 @@ def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
         kind = "id" if feature.HasField("id") else "numeric.bucketize"
         width = feature.id.embedding_dim if kind == "id" else feature.numeric.bucketize.embedding_dim
         if width > 0 and width % 4:
-            what = f"{width} is given; the width of a sharded table divides by 4. Change it, or set"
+            what = (
+                f"{width} is given; the width of a sharded table must be a multiple of 4. Change it, or set"
+            )
             place = f"features[{index}].{kind}.embedding_dim"
             yield Finding(place, f"{what} model.embedding.placement: REPLICATED")
 

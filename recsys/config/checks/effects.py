@@ -37,12 +37,12 @@ def behind_the_end(pipeline: pb.Pipeline, steps: int) -> Iterator[Finding]:
     train = pipeline.train
     warmup, every = train.schedule.warmup_steps, train.evaluation.every_steps
     if warmup >= steps:
-        what = "so it ends while the learning rate still grows; give fewer"
+        what = "so it ends while the learning rate still grows; reduce it"
         yield Finding(
             "train.schedule.warmup_steps", f"{warmup} is given and the run has {steps} steps, {what}"
         )
     if pipeline.data.HasField("validation") and every > steps:
-        what = "so the model is evaluated only once, at the end; give fewer"
+        what = "so the model is evaluated only once, at the end; reduce it"
         yield Finding(
             "train.evaluation.every_steps", f"{every} is given and the run has {steps} steps, {what}"
         )
@@ -92,7 +92,7 @@ def _untrained_row(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for index, feature in enumerate(pipeline.features):
         if feature.id.HasField("vocabulary") and feature.id.vocabulary.unknown_rate == 0:
             what = "0 is given: the row of ids that are not in the vocabulary is never trained, so such an id"
-            yield Finding(f"features[{index}].id.vocabulary.unknown_rate", f"{what} counts as a random one")
+            yield Finding(f"features[{index}].id.vocabulary.unknown_rate", f"{what} gets a random vector")
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:

@@ -239,7 +239,7 @@ def _choice(holder: Message, path: str) -> Iterator[Finding]:
         allowed = ", ".join(map(fields.name_of, alternatives)) or "the extensions of an imported package"
         yield Finding(path, f"nothing is chosen; set one of {allowed}", missing=True)
     if len(names) > 1:
-        yield Finding(path, f"only one of a kind, and {' and '.join(names)} are set; keep one")
+        yield Finding(path, f"only one of these may be set, but {' and '.join(names)} are; keep one")
     for field in alternatives:
         if field.is_extension and fields.is_set(holder, field) and not has_class(fields.type_of(field)):
             message = field.message_type.full_name

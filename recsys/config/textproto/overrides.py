@@ -74,7 +74,7 @@ def _find(message: Message, path: str) -> _Place:
         if last:
             raise _BadPath(f"{here}: one element cannot be replaced; give all of them: {name}=[...]")
         if field.message_type is None:
-            raise _BadPath(f"{here}: has no fields of its own, so nothing can stand behind it")
+            raise _BadPath(f"{here}: has no fields of its own, so nothing can follow it in the path")
         message = _step(message, field, index, here)
     raise _BadPath("the path is empty")
 

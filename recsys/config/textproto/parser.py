@@ -169,7 +169,7 @@ class _Parser:
             if self._peek().text == ",":
                 comma = self._next()
                 if self._peek().text == "]":
-                    self._syntax(comma, "a comma behind the last value of a list")
+                    self._syntax(comma, "a comma after the last value of a list")
             elif self._peek().text != "]":
                 self._finding(self._peek(), path, f"expected ',' or ']', found {self._peek().text!r}")
                 self._skip_to_comma()
@@ -297,7 +297,7 @@ def _require_no_clash(message: Message, field: FieldDescriptor, seen: dict[str, 
         raise Mistake(f"set twice, first in line {seen[name].line}; keep one")
     for rival in map(fields.name_of, fields.rivals(message, field)):
         if rival in seen:
-            raise Mistake(f"only one of a kind, and line {seen[rival].line} chose {rival}; keep one")
+            raise Mistake(f"only one of these may be set, but line {seen[rival].line} sets {rival}; keep one")
 
 
 def _store(message: Message, field: FieldDescriptor, value: Any) -> None:

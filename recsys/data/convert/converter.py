@@ -213,7 +213,7 @@ class Converter:
             "too_many_candidates",
             rows,
             lambda i: (
-                f"{num_candidates[rows[i]]} candidates behind {events[rows[i]]} events; at most "
+                f"{num_candidates[rows[i]]} candidates after {events[rows[i]]} events; at most "
                 f"{max(0, limits[rows[i]])} fit ({setting}). Raise it or split the row."
             ),
         )

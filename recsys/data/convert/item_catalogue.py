@@ -182,6 +182,7 @@ def _rows_of(table: pa.Table, item: pb.Feature, vocabulary: Vocabulary, path: st
             first = vocabulary.original(places[:1] + 1)[0].as_py()
             raise DataError(
                 f"{path}: {len(places)} of the {len(vocabulary)} items of {vocabulary.name} are {what}, the "
-                f"first is {first!r}. Each has one row; what is not known of one is an empty list or text."
+                f"first is {first!r}. Each item needs one row; write unknown features as an empty list or "
+                "text."
             )
     return rows

@@ -165,7 +165,7 @@ def check_nulls(findings: RowFindings, cells: ColumnValues, array: pa.Array) -> 
 def _instead_of_null(column: FileColumn) -> str:
     """Returns the end of a sentence that says how to write a missing value instead of a null."""
     if column.kind is Kind.ID:
-        return "; what is not known is an id that the vocabulary has not, such as an empty text"
+        return "; write a missing id as an id that is not in the vocabulary, such as an empty text"
     return "; numeric.fill of the feature gives nulls a value" if column.kind is Kind.NUMBER else ""
 
 

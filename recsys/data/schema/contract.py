@@ -204,7 +204,7 @@ def _key_type(kind: pa.DataType, name: str) -> list[str]:
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not pa.types.is_nested(inner):
         return []
-    what = f"column {name} is {kind}; a key column has one number or text a row."
+    what = f"column {name} is {kind}; a key column has one number or text per row."
     return [f"{what} Name another one in data.key_columns and data.group_column."]
 
 

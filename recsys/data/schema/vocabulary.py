@@ -49,7 +49,7 @@ class Vocabulary:
             try:
                 ids = ids.cast(pa.int64())
             except pa.ArrowInvalid as error:
-                raise DataError(f"{name}: an `id` is no int64 ({error}). {REMEDY}") from error
+                raise DataError(f"{name}: an `id` does not fit int64 ({error}). {REMEDY}") from error
         elif is_text(ids.type):
             ids = ids.cast(pa.large_string())
         else:

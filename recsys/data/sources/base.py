@@ -167,7 +167,7 @@ def find_files(patterns: list[str], suffix: str) -> list[str]:
             names = [path] if fs.exists(path) else []
         if not names:
             raise DataError(
-                f"{pattern}: no such file, or no {suffix} file in the folder or behind the pattern. "
+                f"{pattern}: no such file, or no {suffix} file in the folder or matching the pattern. "
                 "Relative paths count from the folder in which the command runs."
             )
         local = fs.protocol in ("file", "local") or "file" in fs.protocol

@@ -87,8 +87,8 @@ class ReaderPool:
         process = self._processes[number]
         process.join(_PATIENCE)
         return RecsysError(
-            f"a reader process died (pid {process.pid}, exit code {process.exitcode}). If its error does not "
-            "stand above, out of memory is the usual cause: lower data.num_workers, data.prefetch_batches or "
+            f"a reader process died (pid {process.pid}, exit code {process.exitcode}). If its error is not "
+            "shown above, out of memory is the usual cause: lower data.num_workers, data.prefetch_batches or "
             "data.shuffle_row_groups."
         )
 

@@ -32,7 +32,7 @@ class HybridMixer(Mixer):
         chosen = [registry.pick(mixer) for mixer in config.mixers]
         if any(isinstance(mixer.config, pb.MixtureMixer) for mixer in chosen):
             raise ValueError(
-                "mixers: a mixture takes several sequences and leaves targets alone; use it by itself"
+                "mixers: a mixture takes several sequences and returns only targets; use it alone"
             )
         self.mixers = nn.ModuleList(mixer.cls(mixer.config, embedding_dim=embedding_dim) for mixer in chosen)
 

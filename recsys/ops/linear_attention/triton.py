@@ -1,7 +1,7 @@
 """The Triton backend of `linear_attention`: chunks of 64 tokens, tensor cores, states in float32.
 
-This module itself needs no Triton: the kernels are in `triton_chunks` (each chunk by itself) and
-`triton_scan` (the state from chunk to chunk), their launches in `triton_ops`.
+This module itself needs no Triton: `triton_chunks` has the kernels that work on each chunk alone,
+`triton_scan` those that carry the state from chunk to chunk, and `triton_ops` their launches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: LinearAttentionFacts) -> Support:
-    """As `triton_support.support`, for keys and values of up to 128 columns a head."""
+    """Answers as `triton_support.support` does, for at most 128 key or value columns per head."""
     able = triton_support.support(facts.device, facts.dtype)
     width = max(facts.qk_dim, facts.v_dim)
     if able.ok and width > MAX_WIDTH:
@@ -42,7 +42,7 @@ def run(
     scale: float,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, V] and final state [B, H, D, V]; the arguments have been validated."""
+    """Returns the output [T, H, V] and the final state [B, H, D, V]; the arguments have been validated."""
     ops = triton_support.load(_OPS)
     if initial_state is None:
         initial_state = zero_state(q, v, layout)

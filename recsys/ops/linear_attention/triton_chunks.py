@@ -1,19 +1,19 @@
-"""Kernels of `linear_attention` that look at each chunk by itself, given the states between chunks.
+"""Kernels of `linear_attention` that work on each chunk alone, given the states between chunks.
 
 Between tokens i > j of a chunk a key decays by 2^(g_i - g_j), where g sums the logarithms of decays, in base
 2, from the chunk's first token on. The two factors 2^g_i and 2^-g_j would overflow, so the pairs are split
-hierarchically: at level l the chunk falls into blocks of 2^(l + 1) tokens, and a pair whose tokens lie in
-different halves of one block is anchored at the first token a of the second half,
-2^(g_i - g_a) 2^(g_a - g_j). Neither exponent is positive if decays forget. Each pair i > j belongs to exactly
-one level, so a chunk of C tokens takes log2(C) products of matrices; the diagonal has no decay.
+hierarchically: at level l the chunk is divided into blocks of 2^(l + 1) tokens, and a pair whose tokens lie
+in different halves of one block is anchored at the first token a of the second half,
+2^(g_i - g_a) 2^(g_a - g_j). Neither exponent is positive if no decay exceeds 1. Each pair i > j belongs to
+exactly one level, so a chunk of C tokens takes log2(C) matrix products; the diagonal has no decay.
 
-Where decays are weak enough, and those of models mostly are, both factors stay finite with one anchor for all
-pairs of a chunk, or of a quarter of it (`_large_blocks`): then one product replaces all levels below.
+Where decays are weak enough, as in most models, both factors stay finite with one anchor for all pairs of a
+chunk, or of a quarter of it (`_large_blocks`). One product then replaces all lower levels.
 
-The delta rule needs (I + M)^-1 with M_ij = beta_i k_i k_j 2^(g_i - g_j) for i > j. The same levels give it:
-inverses of the halves of a block make the inverse of the block, which is as stable as substitution.
+The delta rule needs (I + M)^-1 with M_ij = beta_i k_i k_j 2^(g_i - g_j) for i > j. The same levels compute
+it: the inverses of a block's halves give the inverse of the block, which is as stable as substitution.
 
-Columns are gone through in blocks, so that a program needs few registers.
+Programs process columns in blocks, so that they need few registers.
 """
 
 import triton
@@ -22,13 +22,13 @@ import triton.language as tl
 from recsys.ops.linear_attention.triton_scan import load_rows, store_rows
 
 MAX_EXPONENT = tl.constexpr(60.0)
-"""Within a block all pairs may share an anchor, if no factor is larger than 2 to this power."""
+"""All pairs of a block may share an anchor if no factor exceeds 2 to this power."""
 
 
 @triton.jit
 def _load_sums(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST,
                PER_HEAD: tl.constexpr):  # fmt: skip
-    """g of rows of the chunk, which must exist: [C, BLOCK_D], or [C, 1] with a decay a head."""
+    """Loads g of existing rows of the chunk: [C, BLOCK_D], or [C, 1] with one decay per head."""
     if PER_HEAD:
         g = tl.load(sums + row[:, None] * STRIDE)
     else:
@@ -40,7 +40,7 @@ def _load_sums(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 @triton.jit
 def _factor(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
             FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
-    """The decay between each row and its anchor at a level: [C, BLOCK_D], or [C, 1] with a decay a head."""
+    """Returns the decay between each row and its anchor at a level, in the shape of g."""
     anchor = tl.minimum(((row >> level) | 1) << level, last_row)
     at_anchor = _load_sums(sums, anchor, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
     sign = tl.where((row >> level) & 1 == 1, 1.0, -1.0)[:, None]
@@ -50,8 +50,9 @@ def _factor(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: tl.constexpr
 @triton.jit
 def _large_blocks(g, sums, row, last_row, LEVELS: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
                   BLOCK_D: tl.constexpr, FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
-    """The level of blocks, LEVELS or LEVELS - 2, in which all decays can be anchored at the token in the
-    middle, and the distance of g to it; level 0 if decays are too strong for either.
+    """Returns the level whose blocks can anchor all decays at their middle token, and g's distance to it.
+
+    The level is LEVELS or LEVELS - 2, or 0 if decays are too strong for either.
     """
     level = tl.full([], LEVELS, tl.int32)
     distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
@@ -72,21 +73,21 @@ def _distance_to_middle(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: 
 
 @triton.jit
 def _pairs_within(C: tl.constexpr, level):
-    """True for the pairs [C, C] of tokens j < i of one block."""
+    """Returns a mask [C, C], true for pairs of tokens j < i in one block."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     return ((i ^ j) >> level == 0) & (i > j)
 
 
 @triton.jit
 def _pairs_of_level(C: tl.constexpr, level):
-    """True for the pairs [C, C] of tokens in the second (i) and first (j) half of one block."""
+    """Returns a mask [C, C], true for pairs with i in the second and j in the first half of one block."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     return ((i ^ j) >> level == 1) & (i > j)
 
 
 @triton.jit
 def _inverse(below, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + below)^-1, float32 [C, C], for a matrix with zeros on and above the diagonal."""
+    """Computes (I + below)^-1, float32 [C, C], for a matrix with zeros on and above the diagonal."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     inverse = tl.where(i == j, 1.0, 0.0)
     for level in range(LEVELS):
@@ -99,7 +100,7 @@ def _inverse(below, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constex
 @triton.jit
 def _load_state(states, index, FIRST_D, FIRST_V, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr,
                 BLOCK_V: tl.constexpr):  # fmt: skip
-    """[BLOCK_D, BLOCK_V] of state `index`, zeros outside."""
+    """Loads a block [BLOCK_D, BLOCK_V] of state `index`, with zeros outside the state."""
     d = FIRST_D + tl.arange(0, BLOCK_D)[:, None]
     column = FIRST_V + tl.arange(0, BLOCK_V)[None, :]
     pointer = states + index.to(tl.int64) * (D * V) + d * V + column
@@ -111,8 +112,9 @@ def decay_sums_kernel(
     log_decay, chunks, sums,
     STRIDE: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sums float32 [T, COLUMNS]: `log_decay` in base 2, summed from each chunk's first token on. Targets are
-    not summed.
+    """Writes sums float32 [T, COLUMNS]: `log_decay` in base 2, summed from each chunk's first token on.
+
+    Targets are not summed.
 
     One program per chunk and BLOCK columns, columns fastest.
     """
@@ -142,9 +144,9 @@ def prepare_kernel(
     """Writes scores [T, H, C], the scaled q_i k_j 2^(g_i - g_j) for j <= i; decayed_q [T, H, D], scale q
     2^g; remaining_k [T, H, D], k 2^(g_c - g); and chunk_decays [chunks, H, D] or [chunks, H], g_c.
 
-    With DELTA also inverses float32 [T, H, C], X = (I + M)^-1; key_answers [T, H, D], X (beta k 2^g), by
-    which the state before the chunk changes the values that its tokens add; and values [T, H, V], X (beta v).
-    One program per chunk and head.
+    With DELTA it also writes inverses float32 [T, H, C], X = (I + M)^-1; key_answers [T, H, D],
+    X (beta k 2^g), through which the state before the chunk changes the values that its tokens add; and
+    values [T, H, V], X (beta v). One program per chunk and head.
     """
     number = (tl.program_id(0) // H).to(tl.int64)
     chunk = chunks + number * 4
@@ -231,7 +233,7 @@ def out_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, STRIDE_V: tl.constexpr,
     HEAD_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, V] = decayed_q S + scores u. One program per chunk, head and BLOCK_V columns.
+    """Writes out [T, H, V] = decayed_q S + scores u. One program per chunk, head and BLOCK_V columns.
 
     `added` [T, H, V] is u, which has the strides of v; states [chunks, H, D, V] is S.
     """
@@ -263,14 +265,15 @@ def gradients_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PER_HEAD: tl.constexpr, DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of all arguments, contiguous; that of beta with DELTA. One program per chunk and
-    head.
+    """Writes the gradients of all arguments, contiguous; that of beta only with DELTA.
 
-    states and state_grads [chunks, H, D, V] are S before the chunk and the gradient of S behind it. With
+    One program per chunk and head.
+
+    states and state_grads [chunks, H, D, V] are S before the chunk and the gradient of S after it. With
     DELTA, added and added_grads [T, H, V] are u and its gradient.
 
-    A score s_ij 2^(g_i - g_j) gives g the gradient (row i) - (column j) of s times its gradient, so that of
-    g is q dq - k dk, summed over columns with a decay a head.
+    A score s_ij 2^(g_i - g_j) adds the score times its gradient to the gradient of g_i and subtracts it from
+    that of g_j. The gradient of g is therefore q dq - k dk, summed over columns if a head has one decay.
     """
     number = (tl.program_id(0) // H).to(tl.int64)
     chunk = chunks + number * 4
@@ -359,7 +362,7 @@ def gradients_kernel(
             key_grad *= tl.exp2(last - g)
             chunk_grad += tl.sum(keys.to(tl.float32) * key_grad, 0)[None, :]
         if DELTA:
-            # Gradients of keys as rows, apart from those as columns: they enter that of g with another sign.
+            # Keys' gradients as rows and as columns stay apart: their signs in the gradient of g differ.
             row_grad = -tl.dot(turned, answer_grad.to(keys.dtype), input_precision=PRECISION) * tl.exp2(g)
             beta_grad += tl.sum(keys.to(tl.float32) * row_grad, 1)
             row_grad *= weight[:, None]

@@ -22,21 +22,21 @@ from recsys.ops.runtime.registration import differentiable, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 CHUNK = 64
-"""Tokens of a chunk, a power of two and at least 16."""
+"""Tokens per chunk, a power of two and at least 16."""
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Samples are cut into segments until so many programs carry states at the same time. With the delta rule a
+"""Samples are cut into segments until this many programs carry states at the same time. With the delta rule a
 segment multiplies the state by a full matrix, so there each sample is one segment."""
 
 SHORTEST_SEGMENT = 8
-"""Chunks of a segment at least: each segment is gone through twice."""
+"""Fewest chunks per segment, because each segment is processed twice."""
 
 TRACED_SEGMENT = 32
-"""Chunks of a segment in a traced graph, which must serve batches of all sizes."""
+"""Chunks per segment in a traced graph, which must serve batches of all sizes."""
 
 
 FEWEST_COLUMNS = 16
-"""Columns of the state that a program carries at least, the fewest that a product of matrices takes."""
+"""Fewest state columns per program, which is the fewest that a matrix product takes."""
 
 SCAN_LAUNCH = {"num_warps": 4, "num_stages": 3}
 WIDE_SCAN_LAUNCH = {"num_warps": 4, "num_stages": 1}
@@ -46,7 +46,7 @@ GRADIENTS_LAUNCH = {"num_warps": 8, "num_stages": 1}
 """How kernels are launched; the wide one in float32, of which shared memory does not hold three stages."""
 
 COLUMNS = 64
-"""Columns of keys and of values that a program has in registers at a time, if it takes them in blocks."""
+"""Columns of keys and values that a program holds in registers at a time, if it processes them in blocks."""
 
 
 class Problem(NamedTuple):
@@ -84,7 +84,7 @@ class Problem(NamedTuple):
     def scan_columns(self) -> int:
         """Columns of the state that a program carries: fewer with the delta rule, if that occupies the GPU.
 
-        Its samples are not cut into segments, so a few long ones are few programs.
+        With the delta rule, samples are not cut into segments, so a few long samples give few programs.
         """
         columns = _block_v(self.v.shape[2])
         if self.beta is None or self.wrap is not None:
@@ -104,7 +104,7 @@ class Problem(NamedTuple):
         return self._sizes(_block(self.q.shape[2])) | OUT_LAUNCH
 
     def chunk_constants(self, **others: Any) -> dict[str, Any]:
-        """Compile-time constants of the kernels that go through columns of keys in blocks."""
+        """Compile-time constants of the kernels that process key columns in blocks."""
         strides = {
             f"{kind}_{name}": int(tensor.stride(axis))
             for kind, axis in (("STRIDE", 0), ("HEAD", 1))
@@ -134,7 +134,7 @@ class Problem(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Quantities of each chunk by itself; the last three are without meaning without the delta rule."""
+    """Quantities that each chunk computes alone; the last three have no meaning without the delta rule."""
 
     chunk_decays: Tensor  # float32 [chunks, H, D] or [chunks, H], the sums at each chunk's last token
     scores: Tensor  # [T, H, C]
@@ -146,7 +146,7 @@ class Prepared(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of the forward pass, and what the backward pass needs of it."""
+    """Results of the forward pass, and what the backward pass needs from it."""
 
     out: Tensor  # [T, H, V]
     final: Tensor  # float32 [B, H, D, V]
@@ -185,7 +185,7 @@ class LinearAttentionFunction(torch.autograd.Function):
         ctx.decay_dtype = log_decay.dtype
         sums = decay_sums(log_decay, table, None)
         out, final, starts = launch_forward(_problem(q, k, v, sums, beta, initial_state, *ctx.facts))
-        # The sums instead of the decays: they are as large, and backward need not add up again.
+        # Keeps the sums instead of the decays: they are as large, and backward need not compute them again.
         ctx.save_for_backward(q, k, v, sums, beta, initial_state, starts)
         return out, final
 
@@ -201,7 +201,7 @@ class LinearAttentionFunction(torch.autograd.Function):
 
 
 def chunks_per_segment(q: Tensor, v: Tensor, total_len: int, max_len: int) -> int:
-    """Chunks of history in a segment, a power of two; 0 if each sample is one."""
+    """Returns the history chunks per segment, a power of two; 0 if each sample is one segment."""
     programs = PROGRAMS_PER_PROCESSOR * num_processors(q.device)
     work = total_len // CHUNK * q.shape[1] * (-(-v.shape[2] // _block_v(v.shape[2])))
     size = max(SHORTEST_SEGMENT, 1 << max(0, (work // programs).bit_length() - 1))
@@ -236,7 +236,7 @@ def launch_backward(
     grad_out: Tensor,
     grad_final: Tensor,
 ) -> Gradients:
-    """Launches the kernels of the backward pass, which compute the forward pass's chunks and states again.
+    """Launches the kernels of the backward pass, which recompute the chunks and states of the forward pass.
 
     Args:
         decay_dtype: type of the gradient of `log_decay`.
@@ -277,7 +277,7 @@ def launch_backward(
 
 
 def decay_sums(log_decay: Tensor, table: ChunkTable, wrap: Wrap | None) -> Tensor:
-    """float32, shape of `log_decay`: its sums in base 2 from each chunk's first token on."""
+    """Sums `log_decay` in base 2 from each chunk's first token on; float32, shape of `log_decay`."""
     log_decay = log_decay.contiguous()
     sums = torch.empty_like(log_decay, dtype=torch.float32)
     columns = log_decay.shape[1:].numel()
@@ -296,7 +296,7 @@ def decay_sums(log_decay: Tensor, table: ChunkTable, wrap: Wrap | None) -> Tenso
 
 
 def _prepare(problem: Problem) -> Prepared:
-    """Launches the kernels that look at each chunk by itself, before there are states."""
+    """Launches the kernels that work on each chunk alone, before there are states."""
     q, v, beta, table = problem.q, problem.v, problem.beta, problem.table
     num_rows, heads, dim = q.shape
     num_chunks = table.chunks.shape[0]
@@ -331,7 +331,7 @@ def _prepare(problem: Problem) -> Prepared:
 
 
 def _starts(problem: Problem, prepared: Prepared) -> Tensor:
-    """The state [segments, H, D, V] that each segment starts from."""
+    """Returns the state [segments, H, D, V] that each segment starts from."""
     if not problem.segmented:
         return problem.initial_state
     ends, decays = _per_segment(problem)
@@ -340,7 +340,7 @@ def _starts(problem: Problem, prepared: Prepared) -> Tensor:
 
 
 def _states(problem: Problem, prepared: Prepared, starts: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-    """The state [chunks, H, D, V] that each chunk reads, and what each token adds, [T, H, V]."""
+    """Returns the state [chunks, H, D, V] that each chunk reads, and what each token adds, [T, H, V]."""
     (heads, dim), v_dim = problem.q.shape[1:], problem.v.shape[2]
     states = problem.q.new_empty(problem.table.chunks.shape[0], heads, dim, v_dim)
     added = problem.v if problem.beta is None else torch.empty_like(prepared.values)
@@ -349,7 +349,7 @@ def _states(problem: Problem, prepared: Prepared, starts: Tensor, final: Tensor)
 
 
 def _end_gradients(problem: Problem, prepared: Prepared, grad_out: Tensor, grad_final: Tensor) -> Tensor:
-    """The gradient [segments, H, D, V] of the state behind each segment's history."""
+    """Returns the gradient [segments, H, D, V] of the state after each segment's history."""
     if not problem.segmented:
         return grad_final
     local, decays = _per_segment(problem)
@@ -358,7 +358,7 @@ def _end_gradients(problem: Problem, prepared: Prepared, grad_out: Tensor, grad_
 
 
 def _per_segment(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Empty states [segments, H, D, V] and decays [segments, H, D], float32."""
+    """Allocates states [segments, H, D, V] and decays [segments, H, D], float32, uninitialized."""
     state = problem.initial_state
     segments, shape = problem.table.segments.shape[0], state.shape[1:]
     states = torch.empty(segments, *shape, dtype=torch.float32, device=state.device)
@@ -441,17 +441,17 @@ def _problem(
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A tensor to pass where a kernel reads none."""
+    """Returns a tensor to pass where a kernel reads none."""
     return other if tensor is None else tensor
 
 
 def _block(width: int) -> int:
-    """The power of two, at least 16, that covers `width` columns."""
+    """Returns the smallest power of two, at least 16, that covers `width` columns."""
     return max(16, 1 << (int(width) - 1).bit_length())
 
 
 def _block_v(v_dim: int) -> int:
-    """Columns of values that a program takes."""
+    """Returns the number of value columns per program."""
     return min(COLUMNS, _block(v_dim))
 
 
@@ -460,7 +460,7 @@ def _blocks_v(values: Tensor) -> int:
 
 
 def _traced(arguments: tuple[Any, ...], facts: tuple[Tensor, Tensor, Tensor], scale: float) -> Problem:
-    """The problem of a traced graph; `facts` are lengths, offsets and numbers of targets."""
+    """Describes the call of a traced graph; `facts` are lengths, offsets and numbers of targets."""
     q, k, v, log_decay, beta, initial_state = arguments
     per_segment = TRACED_SEGMENT if beta is None else 0
     table = chunk_table(*facts, q.shape[0], CHUNK, per_segment)
@@ -481,7 +481,7 @@ def linear_attention_triton(
     num_targets: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_attention` for traced graphs."""
+    """Computes `linear_attention` in traced graphs."""
     problem = _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
     return launch_forward(problem)[:2]
 

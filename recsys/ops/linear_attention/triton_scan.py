@@ -1,16 +1,16 @@
 """Kernels of `linear_attention` that carry the state from chunk to chunk, forward and backward.
 
-They do no more than that, since a sample's chunks wait for each other here; all else is done by chunk, in
-`triton_chunks`. A program takes one segment, one head, all D rows of the state and BLOCK_V of its columns,
-and keeps them in registers. Where samples have several segments, each segment is first summed up from zeros
-(`LOCAL`), and `combine_kernel` makes of these sums the states that the segments start from. With c the last
+They do only that, because a sample's chunks wait for each other here; all other work is done per chunk, in
+`triton_chunks`. A program handles one segment, one head, all D rows of the state and BLOCK_V of its columns,
+and keeps them in registers. If samples have several segments, each segment is first summed from zeros
+(`LOCAL`), and `combine_kernel` turns these sums into the states that the segments start from. With c the last
 token of a chunk, g the sums of logarithms of decays, in base 2, from its first token on and S the state
 before it, in float32:
 
     S'  = 2^g_c S + (k 2^(g_c - g))^T u       u = v, or with the delta rule values - key_answers S
     dS  = 2^g_c dS' + scale (q 2^g)^T do    and with the delta rule - key_answers^T du
 
-Targets are chunks of their own behind a sample's last segment; they read the state and do not change it.
+Targets form separate chunks after a sample's last segment; they read the state and do not change it.
 """
 
 import triton
@@ -20,7 +20,7 @@ import triton.language as tl
 @triton.jit
 def load_rows(pointer, row, count, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
               FIRST):  # fmt: skip
-    """[C, BLOCK]: columns from FIRST on of a chunk's rows, zeros outside."""
+    """Loads [C, BLOCK], the columns of a chunk's rows from FIRST on, with zeros outside."""
     column = FIRST + tl.arange(0, BLOCK)[None, :]
     inside = (row < count)[:, None] & (column < WIDTH)
     return tl.load(pointer + (row[:, None] * STRIDE + column), mask=inside, other=0.0)
@@ -36,7 +36,7 @@ def store_rows(pointer, value, row, count, STRIDE: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def _segment(segments, chunks, number):
-    """A row of the table of segments, and the first row of its tokens and the one behind its history."""
+    """Reads a row of the segment table, with the first row of its tokens and the row after its history."""
     segment = segments + number * 4
     sample, first_chunk, num_history = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
     exists = (sample >= 0) & (num_history > 0)
@@ -50,7 +50,7 @@ def _segment(segments, chunks, number):
 @triton.jit
 def _state_at(pointer, index, FIRST, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr,
               BLOCK_V: tl.constexpr):  # fmt: skip
-    """Pointers to the block [BLOCK_D, BLOCK_V] of state `index` from column FIRST on, and their mask."""
+    """Returns pointers to block [BLOCK_D, BLOCK_V] of state `index` from column FIRST on, and their mask."""
     d = tl.arange(0, BLOCK_D)[:, None]
     column = FIRST + tl.arange(0, BLOCK_V)[None, :]
     return pointer + index.to(tl.int64) * (D * V) + d * V + column, (d < D) & (column < V)
@@ -58,7 +58,7 @@ def _state_at(pointer, index, FIRST, D: tl.constexpr, V: tl.constexpr, BLOCK_D: 
 
 @triton.jit
 def _decay_of_chunk(chunk_decays, index, D: tl.constexpr, BLOCK_D: tl.constexpr, PER_HEAD: tl.constexpr):
-    """g_c as [BLOCK_D, 1] or [1, 1]."""
+    """Loads g_c as [BLOCK_D, 1] or [1, 1]."""
     if PER_HEAD:
         decay = tl.load(chunk_decays + index + tl.zeros([1, 1], tl.int32))
     else:
@@ -84,8 +84,8 @@ def states_kernel(
     """Writes states [chunks, H, D, V], the state that each chunk reads, and final [B, H, D, V].
 
     k [T, H, D] has the factor 2^(g_c - g) already; with DELTA, u goes to added [T, H, V]. With LOCAL it
-    starts from zeros and writes nothing but ends [segments, H, D, V], the state behind the segment, and
-    end_decays [segments, H, D], the sum of its logarithms of decays; nothing of a sample's last segment.
+    starts from zeros and writes only ends [segments, H, D, V], the state after the segment, and end_decays
+    [segments, H, D], the sum of its logarithms of decays; it writes nothing for a sample's last segment.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     FIRST = (tl.program_id(0) % BLOCKS) * BLOCK_V
@@ -157,8 +157,10 @@ def combine_kernel(
     first, local, decays, segment_offsets, combined,
     STATE: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """combined [segments, H, D, V]: the state that each segment starts from, or with REVERSE its gradient at
-    the end; `first` [B, H, D, V] is that of the first segment (the last one), `local` what a segment adds.
+    """Writes combined [segments, H, D, V], the state that each segment starts from.
+
+    With REVERSE it is the gradient at each segment's end. `first` [B, H, D, V] is the value for the first
+    segment (with REVERSE, the last one), `local` what a segment adds.
 
     One program per sample and BLOCK of the STATE = H D V numbers of a state; `decays` [segments, H, D].
     """
@@ -185,13 +187,14 @@ def state_gradients_kernel(
     BLOCK_V: tl.constexpr, PER_HEAD: tl.constexpr, DELTA: tl.constexpr, LOCAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes state_grads [chunks, H, D, V], the gradient of the state behind each chunk of history, and
-    grad_starts [B, H, D, V].
+    """Writes state_grads [chunks, H, D, V], the gradient of the state after each history chunk.
 
-    It goes through a segment from its end, where the gradient is ends [segments, H, D, V], less what targets
+    It also writes grad_starts [B, H, D, V].
+
+    It processes a segment from its end, where the gradient is ends [segments, H, D, V] without what targets
     add to it. q [T, H, D] has the factor scale 2^g and k 2^(g_c - g) already. With DELTA, du goes to
-    added_grads [T, H, V]. With LOCAL it starts from zeros and writes nothing but `local` [segments, H, D, V],
-    the gradient before the segment, and end_decays; nothing of a sample's first segment.
+    added_grads [T, H, V]. With LOCAL it starts from zeros and writes only `local` [segments, H, D, V],
+    the gradient before the segment, and end_decays; it writes nothing for a sample's first segment.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     FIRST = (tl.program_id(0) % BLOCKS) * BLOCK_V

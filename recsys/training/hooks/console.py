@@ -223,7 +223,7 @@ def next_lines(outcome: Outcome, run: Run) -> list[str]:
     lines.append(f"report: {run.folder / 'report.html'}")
     folder = shlex.quote(str(run.folder))
     if outcome.signal:
-        return [*lines, "to go on, start the same command again"]
+        return [*lines, "to resume, start the same command again"]
     lines.append("next:")
     if run.splits:
         split = "" if "test" in run.splits else f" --split {run.splits[0]}"

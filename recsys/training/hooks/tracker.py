@@ -104,12 +104,12 @@ class Tracker(Hook):
         self._thread.join(LONGEST_WAIT)
         if self._thread.is_alive():
             log.warning(
-                "%s did not take everything within %.0f s; metrics.jsonl has all records",
+                "%s did not accept all records within %.0f s; metrics.jsonl has them",
                 self.service,
                 LONGEST_WAIT,
             )
         elif self._failed:
-            log.warning("%s has not got everything; metrics.jsonl has", self.service)
+            log.warning("%s did not receive all records; metrics.jsonl has them", self.service)
 
     def read_id(self, folder: Path) -> str | None:
         """Returns the service's id of the run; None if the service does not know the run yet."""
@@ -121,7 +121,7 @@ class Tracker(Hook):
         except (OSError, UnicodeDecodeError):
             text = ""
         if not _ID.fullmatch(text):
-            log.warning("%s: no id of a run, so %s gets a new run", path, self.service)
+            log.warning("%s: holds no valid run id, so %s starts a new run", path, self.service)
             return None
         return text
 

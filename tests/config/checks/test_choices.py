@@ -61,9 +61,11 @@ def test_only_rankers_with_a_mixer_that_keeps_one_score_with_a_cache(tmp_path):
     asked = "export.cached_scoring=true"
     assert config.check(load(RANKER, [asked], tmp_path).pipeline) == []
     (found,) = config.check(load(RETRIEVER, [asked], tmp_path).pipeline)
-    assert found.endswith("a retriever scores no candidates of a row, so there is nothing to cache; drop it")
+    assert found.endswith(
+        "a retriever scores no candidates of a row, so there is nothing to cache; remove this setting"
+    )
     (found,) = config.check(load(RANKER, [asked, "model.ranker.mixer={sasrec {}}"], tmp_path).pipeline)
-    assert "export.cached_scoring: mixer.sasrec keeps no cache; drop it, or use hstu or mixture" in found
+    assert "mixer.sasrec cannot score with a cache; remove this setting, or use hstu or mixture" in found
 
 
 def test_caching_mixers_are_those_that_can():

@@ -150,7 +150,7 @@ RANKER_RULES = [
     (f"{TASK}.label_bits=[3, 5, 3]", f"{TASK}.label_bits: a bit is named twice; name each once"),
     (
         "model.ranker.tasks[1].label_bits=[3]",
-        "model.ranker.tasks[1].label_bits: bits make labels 0 and 1, and the loss is one of regression",
+        "model.ranker.tasks[1].label_bits: bits make labels 0 and 1, but the loss is a regression loss",
     ),
     (
         "model.ranker.tasks=[{name: 'a' label: 'x' label_bits: 1 loss {jrc {}} metrics {auc {}}}, "
@@ -223,7 +223,7 @@ RANKER_RULES = [
     ),
     (
         "model.ranker.mixer.hstu={num_heads: 2 qk_dim: 16 compile: true recompute: [GATED, UVQK]}",
-        "hstu.compile: what is compiled is not computed again: leave UVQK out of recompute, or do not",
+        "hstu.compile: compiled layers cannot recompute NORMED_X or UVQK: leave UVQK out of recompute",
     ),
     (
         "model.ranker.mixer={sasrec {num_heads: 5}}",
@@ -241,7 +241,7 @@ RANKER_RULES = [
     ),
     (
         f"model.ranker.mixer={{hybrid {{mixers {{mixture {{stacks {{{STACK}}}}}}}}}}}",
-        "mixer.hybrid.mixers[0].mixture: a mixture takes several sequences and leaves targets alone",
+        "mixer.hybrid.mixers[0].mixture: a mixture takes several sequences and returns only targets",
     ),
     (
         "model.ranker.preprocessor.contextual.action.bits[0].bit=63",
@@ -318,7 +318,7 @@ RETRIEVER_RULES = [
     ),
     (
         f"{ITEM}.id.multi_valued=true",
-        f"{ITEM}.id.multi_valued: it is the item of the retriever: one id an event",
+        f"{ITEM}.id.multi_valued: it is the item of the retriever: an event has a single id",
     ),
     (f"{ITEM}.id.embedding_dim=32", f"{ITEM}.id.embedding_dim: 32 is given; items are compared with queries"),
     (f"{ITEM}.sides=[CANDIDATE]", f"{ITEM}.sides: it is the item of the retriever: HISTORY is needed"),
@@ -331,7 +331,7 @@ RETRIEVER_RULES = [
     ),
     (
         f"{ENCODER}={{residual: true}}",
-        f"{ENCODER}.residual: it adds features of items to their own embedding: a feature of side ITEM",
+        f"{ENCODER}.residual: it adds item features to the id embedding, so it needs a feature of side ITEM",
     ),
     (
         "model.retriever.loss={softmax {in_batch {num_uniform: -1}}}",

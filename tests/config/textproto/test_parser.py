@@ -49,7 +49,7 @@ MISTAKES = [
     ("data { batch_size: 3 batch_size: 4 }", "x.config:@: data.batch_size: set twice, first in line @"),
     (
         "data { train { csv {} parquet {} } }",
-        "x.config:@: data.train.parquet: only one of a kind, and line @ chose csv",
+        "x.config:@: data.train.parquet: only one of these may be set, but line @ sets csv",
     ),
     ("data: 3", "x.config:@: data: expected Data in braces, found '3'"),
     (
@@ -61,7 +61,7 @@ MISTAKES = [
         "data { key_columns: ['a', 3, 'b'] }",
         "x.config:@: data.key_columns[1]: expected a string in quotes, found 3",
     ),
-    ("data { key_columns: ['a' 'b',] }", "x.config:@:29: a comma behind the last value of a list"),
+    ("data { key_columns: ['a' 'b',] }", "x.config:@:29: a comma after the last value of a list"),
     (
         "data { train { synthetic { num_rows: [1] } } }",
         "data.train.synthetic.num_rows: expected a whole number (int64)",

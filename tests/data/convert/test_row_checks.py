@@ -48,7 +48,7 @@ def same_key(rows: list[dict]) -> None:
 
 CASES = {
     # Each broken row: (change, reason, message, types that differ from the usual ones).
-    "null id": (change("user_id", None), "null", "user_id is null; what is not known is an id that", {}),
+    "null id": (change("user_id", None), "null", "user_id is null; write a missing id as an id that", {}),
     "null time": (change("request_time", None), "null", r"request_time is null\.", {}),
     "null number": (change("age", None), "null", "age is null; numeric.fill of the feature gives", {}),
     "null list": (
@@ -58,7 +58,12 @@ CASES = {
         {},
     ),
     "null label list": (change("candidate_is_click", None), "null", "candidate_is_click is null", {}),
-    "null in a list": (put("uih_item_id", 1, None), "null", r"uih_item_id\[1\] is null; what is", {}),
+    "null in a list": (
+        put("uih_item_id", 1, None),
+        "null",
+        r"uih_item_id\[1\] is null; write a missing id",
+        {},
+    ),
     "null time in a list": (put("uih_timestamps", 2, None), "null", r"uih_timestamps\[2\] is null", {}),
     "null label": (put("candidate_seconds", 1, None), "null", r"candidate_seconds\[1\] is null", {}),
     "null inner list": (put("candidate_tags", 0, None), "null", "candidate_tags has a null list in it", {}),
@@ -181,7 +186,7 @@ CASES = {
     "too many candidates": (
         lambda rows: rows.__setitem__(BAD, type(rows[0])(rows[BAD], **_candidates(6))),
         "too_many_candidates",
-        r"6 candidates behind 3 events; at most 5 fit \(model.max_seq_len is 10\)",
+        r"6 candidates after 3 events; at most 5 fit \(model.max_seq_len is 10\)",
         {},
     ),
     "same key and time": (

@@ -123,7 +123,7 @@ def test_a_key_column_has_one_value_a_row(sample, setting, mode):
     first = problems(sample.schema, sample.pipeline, mode).splitlines()[0]
     assert first.startswith("a.parquet: column uih_item_id is list<")
     assert first.endswith(
-        "a key column has one number or text a row. Name another one in data.key_columns and "
+        "a key column has one number or text per row. Name another one in data.key_columns and "
         "data.group_column."
     )
 

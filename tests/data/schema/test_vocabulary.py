@@ -76,7 +76,7 @@ def test_two_texts_with_one_hash_are_told_apart(monkeypatch):
         (pa.array([1, 2, 1]), r"^v: ids 1 and 1 are the same"),
         (pa.array(["x", "y", "x"]), r"^v: ids 'x' and 'x' are the same"),
         (pa.array([1, None]), r"^v: `id` has 1 nulls"),
-        (pa.array([1, 2**63], pa.uint64()), r"^v: an `id` is no int64 \(.*9223372036854775808"),
+        (pa.array([1, 2**63], pa.uint64()), r"^v: an `id` does not fit int64 \(.*9223372036854775808"),
         (pa.array([1.5]), r"^v: `id` is double; allowed are integers and strings"),
     ],
 )

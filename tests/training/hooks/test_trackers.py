@@ -299,7 +299,7 @@ def test_a_request_that_fails_is_told_once_and_the_next_ones_are_made(tmp_path, 
     hook.close()
     assert sent == [1, 1, 4, 4] and hook.ended
     first, last = warnings(caplog)
-    assert first.startswith("The service: KeyError: 'broken'.") and "has not got everything" in last
+    assert first.startswith("The service: KeyError: 'broken'.") and "did not receive all records" in last
 
 
 def test_a_service_that_comes_back_gets_all_records(tmp_path, caplog, monkeypatch):
@@ -331,7 +331,7 @@ def test_nobody_waits_for_a_service_that_hangs(tmp_path, caplog, monkeypatch):
     hook.close()
     assert time.monotonic() - began < 0.4
     (warning,) = warnings(caplog)
-    assert warning.startswith("The service did not take everything within 0 s")
+    assert warning.startswith("The service did not accept all records within 0 s")
 
 
 def test_a_service_that_never_answered_does_not_hold_the_end(tmp_path, caplog):
@@ -342,14 +342,14 @@ def test_a_service_that_never_answered_does_not_hold_the_end(tmp_path, caplog):
     hook.started(run_of(tmp_path))
     record(hook, 1)
     hook.close()
-    assert not hook.ended and "has not got everything" in warnings(caplog)[-1]
+    assert not hook.ended and "did not receive all records" in warnings(caplog)[-1]
 
 
 @pytest.mark.parametrize("content", [b"", b"a/b", b"\xff\xfe", b"x" * 500])
 def test_a_damaged_id_is_none(tmp_path, caplog, content):
     (tmp_path / "unreliable.id").write_bytes(content)
     assert Unreliable().read_id(tmp_path) is None
-    assert "unreliable.id: no id of a run" in caplog.text
+    assert "unreliable.id: holds no valid run id" in caplog.text
 
 
 def test_a_run_without_an_id_gets_no_test_metrics(tmp_path):
