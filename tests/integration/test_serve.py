@@ -185,8 +185,9 @@ def test_a_bad_row_is_told_by_field_and_row(server, rows, name, value, field, me
 
 
 def test_a_bad_row_spares_the_requests_of_its_batch(packages, rows, expected):
-    # Four rows fill a batch, so these are scored together.
-    with serving(packages / "first", "--max-wait-ms", 500, "--max-batch", 4) as running:
+    # Four rows fill a batch, so these are scored together as soon as the last one has come.
+    patient = ("--max-wait-ms", 20_000, "--deadline-ms", 60_000)
+    with serving(packages / "first", *patient, "--max-batch", 4) as running:
         bad = rows[2] | {"request_time": -5}
         asked = [[rows[0]], [rows[1], bad], [rows[3]]]
         post = lambda given: running.client.post("/score", json={"rows": given})  # noqa: E731
