@@ -171,6 +171,6 @@ class Batcher(Generic[Request, Answer]):
             if len(undone) == 1:
                 undone[0].answer.set_exception(error)
                 return
-            log.warning("a batch of %d requests failed (%s), each is computed alone", len(batch), error)
+            log.info("a batch of %d requests failed (%s), each is computed alone", len(batch), error)
             for waiting in undone:
                 self._answer([waiting])

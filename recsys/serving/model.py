@@ -1,8 +1,8 @@
-"""A loaded package that answers requests: validation, rows to a block, and the batcher that scores blocks."""
+"""A loaded package that answers requests: validation, and the batcher that converts and scores their rows."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from recsys import files
 from recsys import protos as pb
 from recsys.config import features
-from recsys.data.convert.column_block import ColumnBlock, join
+from recsys.data.convert.column_block import ColumnBlock
 from recsys.data.convert.converter import Origin
 from recsys.errors import DataError
 from recsys.inference.package import Package
@@ -39,12 +39,10 @@ class Prepared:
 
     Attributes:
         request: the pydantic model.
-        block: its rows, converted.
         k: items of each row; 0 for a model that scores candidates.
     """
 
     request: Any
-    block: ColumnBlock
     k: int
 
 
@@ -92,19 +90,13 @@ class ServingModel:
         self.batcher: Batcher[Prepared, Columns] = Batcher(self._run, batches, observe)
 
     def prepare(self, body: bytes) -> Prepared:
-        """Validates the body of a request and converts its rows.
+        """Validates the body of a request. Its rows are converted with those of its batch.
 
         Raises:
-            InvalidRequestError: it cannot be answered; names field and row.
+            InvalidRequestError: it is no JSON, or does not fit the schema; names field and row.
         """
         request = self.schema.parse(body)
-        try:
-            block = self._predictor.convert(self.schema.table(request.rows), _ORIGIN)
-        except DataError as error:
-            message = str(error).partition(_REMEDY)[0]
-            failure = Failure(error="a row is bad", findings=[Finding(field="rows", message=message)])
-            raise InvalidRequestError(422, failure) from None
-        return Prepared(request, replace(block, keys=None), request.k if self.recommends else 0)
+        return Prepared(request, request.k if self.recommends else 0)
 
     def answer(self, prepared: Prepared, columns: Columns) -> dict[str, Any]:
         """Puts the columns of an answer beside the request's keys; the body of the response."""
@@ -118,10 +110,14 @@ class ServingModel:
         return {"model": self.version, "rows": rows}
 
     def _run(self, batch: Sequence[Prepared]) -> list[Columns]:
-        """Scores the rows of all requests together."""
-        blocks = [prepared.block for prepared in batch]
-        block = blocks[0] if len(blocks) == 1 else join(blocks)
-        rows = np.cumsum([len(part.row) for part in blocks])[:-1]
+        """Converts and scores the rows of all requests together.
+
+        Raises:
+            InvalidRequestError: a row is bad. The batcher then calls this for each request alone, so an error
+                names the rows of the request that gets it.
+        """
+        block = self._convert([row for prepared in batch for row in prepared.request.rows])
+        rows = np.cumsum([len(prepared.request.rows) for prepared in batch])[:-1]
         if self.recommends:
             k = max(prepared.k for prepared in batch)
             best = self._predictor.best_items(block, k)
@@ -145,6 +141,15 @@ class ServingModel:
             {name: values[start:end] for name, values in columns.items()}
             for start, end in zip(starts[:-1], starts[1:], strict=True)
         ]
+
+    def _convert(self, rows: list[Any]) -> ColumnBlock:
+        """Converts validated rows. The time hardly depends on their number, so a batch is one table."""
+        try:
+            return self._predictor.convert(self.schema.table(rows), _ORIGIN)
+        except DataError as error:
+            message = str(error).partition(_REMEDY)[0]
+            failure = Failure(error="a row is bad", findings=[Finding(field="rows", message=message)])
+            raise InvalidRequestError(422, failure) from None
 
 
 def _for_requests(pipeline: pb.Pipeline) -> pb.Pipeline:

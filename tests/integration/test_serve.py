@@ -184,6 +184,21 @@ def test_a_bad_row_is_told_by_field_and_row(server, rows, name, value, field, me
     assert "bad_rows" not in answer.text and "Correct the file" not in answer.text
 
 
+def test_a_bad_row_spares_the_requests_of_its_batch(packages, rows, expected):
+    # Four rows fill a batch, so these are scored together as soon as the last one has come.
+    patient = ("--max-wait-ms", 20_000, "--deadline-ms", 60_000)
+    with serving(packages / "first", *patient, "--max-batch", 4) as running:
+        bad = rows[2] | {"request_time": -5}
+        asked = [[rows[0]], [rows[1], bad], [rows[3]]]
+        post = lambda given: running.client.post("/score", json={"rows": given})  # noqa: E731
+        with ThreadPoolExecutor(3) as threads:
+            first, second, third = threads.map(post, asked)
+        assert "a batch of 3 requests failed" in running.process.output()
+    assert same([answer.json()["rows"][0] for answer in (first, third)], expected.answers[:4:3])
+    assert second.status_code == 422
+    assert "request, row 1: request_time is -5;" in second.json()["findings"][0]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
