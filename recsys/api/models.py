@@ -138,7 +138,7 @@ class Model:
                 raise ConfigError("rows and feature are given; give one of them")
             return self._table_vectors(feature)
         with self._answering() as predictor:
-            if predictor.package.items is None:
+            if predictor.package.items is None or predictor.scores_items:
                 raise ConfigError(
                     "the model has no vectors of rows and items, only scores; feature='item_id' returns the "
                     "embedding table of a feature"
@@ -301,8 +301,11 @@ def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
     places = predictor.vocabulary.layout.id_of(predictor.vocabulary.map(lists.values))
     row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)
     known = places >= 0
-    vectors = predictor.package.items.numpy()
-    scores = np.einsum("ne,ne->n", queries[row], vectors[np.maximum(places, 0)])
+    if predictor.scores_items:
+        scores = queries[row, np.maximum(places, 0)]
+    else:
+        vectors = predictor.package.items.numpy()
+        scores = np.einsum("ne,ne->n", queries[row], vectors[np.maximum(places, 0)])
     ends = np.concatenate([[0], np.cumsum(lists.lengths)]).astype(np.int32)
     answer = table.select([*_present_keys(predictor, table), name])
     values = pa.array(scores, mask=~known)

@@ -108,6 +108,14 @@ class ModelDeclaration:
     )
     """Fields below the family's message that may change without invalidating trained weights."""
 
+    scores_items: ClassVar[bool] = False
+    """True if a model that searches items answers a row with the scores of all items, instead of a query that
+    is compared with vectors of items."""
+
+    embeds_items: ClassVar[bool] = True
+    """True if the items that the model searches have an embedding table. A model with its own representation
+    of items has none for them."""
+
     weight_sides: ClassVar[tuple[int, ...]] = (pb.USER, pb.CANDIDATE)
     """Sides that a column with weights of a loss may have."""
 

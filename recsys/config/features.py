@@ -114,7 +114,7 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
     """Returns the embedding tables in order of first use, with the numbers of rows of the resolved config.
 
     Row 0 of a vocabulary's table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The
-    `shared_columns` also read the table of the items that a model searches.
+    `shared_columns` also read the table of the items that a model searches, unless it does not embed them.
 
     Raises:
         ValueError: the model searches items, and no id feature has the name that it gives.
@@ -134,6 +134,8 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
             raise ValueError(f"{model.path}.item_feature: {what}")
         names = (*table.columns, *shared_columns(pipeline))
         by_name[table.name] = Table(table.name, table.rows, table.width, names)
+        if not model.embeds_items:
+            del by_name[table.name]
     return list(by_name.values())
 
 

@@ -39,6 +39,11 @@ def require_blendable(pipeline: pb.Pipeline) -> None:
     """
     if model_of(pipeline).item_feature is None:
         raise ConfigError("model: co-occurrence ranks the catalogue, so the model must search items too")
+    if model_of(pipeline).scores_items:
+        raise ConfigError(
+            f"model.{model_of(pipeline).kind}: a blend compares queries with vectors of items, and this "
+            "model has none"
+        )
     if not pipeline.data.HasField("validation"):
         raise ConfigError(
             "data.validation: not set, but the weight of the blend is chosen on validation rows"

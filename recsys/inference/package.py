@@ -375,7 +375,9 @@ def _require_same_model(folder: Path, description: Description, pipeline: pb.Pip
 
 def _require_vector_each(folder: Path, vectors: Tensor, pipeline: pb.Pipeline) -> None:
     """Raises PackageError if number or width of the vectors do not fit the config's items."""
-    expected = (features.table_rows(features.searched_item(pipeline)) - 1, pipeline.model.embedding_dim)
+    # A model that scores items itself is never compared with their vectors, whose width is its own affair.
+    width = vectors.shape[1] if model_of(pipeline).scores_items else pipeline.model.embedding_dim
+    expected = (features.table_rows(features.searched_item(pipeline)) - 1, width)
     if tuple(vectors.shape) != expected:
         shapes = "{} vectors of {} numbers, expected are {} of {}".format(*vectors.shape, *expected)
         raise PackageError(f"{folder / VECTORS}: {shapes}: export it again")

@@ -23,6 +23,7 @@ import torch
 from recsys import files, typed_json
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.arrow import first_line
 from recsys.data.batch import Batch, Position
 from recsys.data.collator import Collator
@@ -37,7 +38,7 @@ from recsys.errors import RecsysError
 from recsys.inference.eager import EagerPackage
 from recsys.inference.package import Package
 from recsys.inference.rows import runs
-from recsys.inference.search import Recall, open_search
+from recsys.inference.search import GivenScores, Recall, open_search
 from recsys.inference.shared_rows import BlockScores, Limits, PackageProgram
 from recsys.models.base import layout_rule
 from recsys.scoring.pieces import group_size, piece_size
@@ -130,7 +131,9 @@ class Predictor:
             self.item = features.searched_item(self.pipeline).name
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
             device = torch.device(package.description.device)
-            self.search = open_search(self.settings, package.items, device)
+            self.scores_items = model_of(self.pipeline).scores_items
+            given = GivenScores() if self.scores_items else None
+            self.search = given or open_search(self.settings, package.items, device)
 
     def table(
         self, table: pa.Table, origin: Origin = ORIGIN, duplicates: Duplicates | None = None
@@ -168,7 +171,8 @@ class Predictor:
     def queries(self, table: pa.Table) -> np.ndarray:
         """Computes the query vector for each row's next item, float32 [rows, E].
 
-        The model must search items. Rows without history and bad rows that are left out get zeros.
+        The model must search items. One that scores them all gives the scores, [rows, V], in the order of the
+        vocabulary. Rows without history and bad rows that are left out get zeros.
 
         Args:
             table: as for `table`.
@@ -178,10 +182,11 @@ class Predictor:
         """
         block = self.convert(table)
         vectors = [
-            self.scorer.score(self._batch(block.select(rows))).cpu().numpy()
+            self._queries(self._batch(block.select(rows))).numpy()
             for rows in runs(len(block.row), self.settings.batch_size)
         ]
-        return np.concatenate([np.zeros((0, self.package.items.shape[1]), np.float32), *vectors])
+        width = self.package.items.shape[0 if self.scores_items else 1]
+        return np.concatenate([np.zeros((0, width), np.float32), *vectors])
 
     def recall(self) -> Recall | None:
         """Returns the share of the exact results that the index has found so far; None without an index."""
@@ -200,7 +205,7 @@ class Predictor:
         items, scores = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
         for rows in runs(len(block.row), self.settings.batch_size):
             batch = self._batch(block.select(rows))
-            queries = self.scorer.score(batch).cpu()
+            queries = self._queries(batch)
             # An unknown item has the index -1, which is ignored.
             removed = torch.from_numpy(self.vocabulary.layout.id_of(batch.seen.numpy()))
             removed_lengths = batch.seen_layout.lengths
@@ -222,6 +227,14 @@ class Predictor:
             self.item: _lists(best.ids, lengths),
             features.SCORE: _lists(pa.array(best.scores), lengths),
         }
+
+    def _queries(self, batch: Batch) -> torch.Tensor:
+        answers = self.scorer.score(batch).cpu()
+        if not self.scores_items:
+            return answers
+        # The model orders scores as rows of its table, and searches take the order of the vocabulary.
+        places = np.arange(len(self.vocabulary))
+        return answers[:, torch.from_numpy(self.vocabulary.layout.row_of(places) - 1)]
 
     def _batch(self, block: ColumnBlock) -> Batch:
         arrays = self.packer.pack(block)

@@ -85,6 +85,27 @@ class ExactSearch:
         return None
 
 
+class GivenScores:
+    """Finds the best items by scores that a model has computed for all of them."""
+
+    def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
+        """Implements `Search.best`; `queries` are the scores, float32 [B, V]. Of equal scores the item that
+        comes first in the vocabulary is the better one."""
+        rows, num_items = queries.shape
+        # The last column takes items that are not in the catalogue.
+        scores = torch.cat([queries, queries.new_zeros(rows, 1)], dim=1)
+        row = torch.repeat_interleave(torch.arange(rows), removed_lengths)
+        known = (removed >= 0) & (removed < num_items)
+        scores[row, torch.where(known, removed, num_items)] = -torch.inf
+        found = scores[:, :num_items].sort(dim=1, descending=True, stable=True)
+        best, items = found.values[:, :k], found.indices[:, :k]
+        return TopK(best, torch.where(best == -torch.inf, -1, items))
+
+    def recall(self) -> None:
+        """Implements `Search.recall`."""
+        return None
+
+
 @register(pb.FaissIndex)
 class FaissIndex:
     """Builds a faiss index over all items and searches it.

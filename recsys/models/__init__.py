@@ -7,15 +7,21 @@ below import the classes of all models and parts, which registers them.
 import importlib
 from typing import TYPE_CHECKING
 
-from recsys.models import ranker_declaration, retriever_declaration  # noqa: F401  they declare the models
+from recsys.models import (  # noqa: F401  they declare the models
+    generator_declaration,
+    ranker_declaration,
+    retriever_declaration,
+)
 from recsys.modules import mixer_declarations  # noqa: F401
 
 if TYPE_CHECKING:
     from recsys.models.base import Losses, Model, build_model, layout_rule
+    from recsys.models.generator import CodeGenerator
     from recsys.models.ranker import Ranker
     from recsys.models.retriever import Retriever, RetrieverOutputs
 
 __all__ = [
+    "CodeGenerator",
     "Losses",
     "Model",
     "Ranker",

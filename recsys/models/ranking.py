@@ -8,7 +8,7 @@ from recsys.ops import SequenceLayout
 
 def rank_targets(
     queries: Tensor,
-    items: Tensor,
+    items: Tensor | None,
     *,
     targets: Tensor,
     num_targets: Tensor,
@@ -23,8 +23,8 @@ def rank_targets(
     against the target, as does a tie.
 
     Args:
-        queries: [B, E], one per row.
-        items: [V, E], the catalogue.
+        queries: [B, E], one per row; [B, V], the scores of all items, if there are no vectors of items.
+        items: [V, E], the catalogue; None if `queries` are scores.
         targets: int64 [N], the ids of all targets, row after row.
         num_targets: int64 [B], number of targets of each row.
         removed: int64 [U], ids of items that are left out for a row.
@@ -35,7 +35,8 @@ def rank_targets(
     Returns:
         Ranks, int64 [N]; V + 1 for a target that has id 0 or is missed.
     """
-    count, num_items = targets.shape[0], items.shape[0]
+    count = targets.shape[0]
+    num_items = queries.shape[1] if items is None else items.shape[0]
     rows = torch.arange(queries.shape[0], device=queries.device)
     row_of_target = torch.repeat_interleave(rows, num_targets, output_size=count)
     padded = removed_layout.padded_index()
@@ -44,7 +45,8 @@ def rank_targets(
     ranks = []
     for block in torch.arange(count, device=queries.device).split(max(1, max_scores // (num_items + 1))):
         target, row = targets[block], row_of_target[block]
-        scores = torch.cat([queries.new_zeros(len(block), 1), queries[row] @ items.T], dim=1)
+        of_items = queries[row] if items is None else queries[row] @ items.T
+        scores = torch.cat([queries.new_zeros(len(block), 1), of_items], dim=1)
         target_scores = scores.gather(1, target[:, None])
         better = ~(scores < target_scores)
         better.scatter_(1, removed_ids[row], False).scatter_(1, target[:, None], False)

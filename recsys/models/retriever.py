@@ -278,20 +278,8 @@ class NextItemLoss(nn.Module):
             losses = self.loss(outputs.queries, outputs.items, rows, l2_normalize=self.l2_normalize)
         else:
             losses = self._sampled(outputs, batch, torch.where(has_target, target, IGNORED))
-        weights = self._weights(batch) * has_target
+        weights = position_weights(batch, self.weight_column) * has_target
         return Losses((self.name,), (losses * weights).sum()[None], weights.sum()[None], (1.0,))
-
-    def _weights(self, batch: Batch) -> Tensor:
-        """Returns the weight of each position, [U]: the weight of the event that it predicts."""
-        count, row_weights = batch.uih_timestamps.shape[0], batch.sample_weight
-        of_rows = bool(self.weight_column) and features.side_of(self.weight_column) == pb.USER
-        if of_rows:
-            row_weights = row_weights * batch.weights[self.weight_column]
-        weights = torch.repeat_interleave(row_weights, batch.uih_lengths, output_size=count)
-        if not self.weight_column or of_rows:
-            return weights
-        none = torch.zeros_like(batch.sample_weight)
-        return weights * following(batch.weights[self.weight_column], batch.uih_lengths, last=none)
 
     def _sampled(self, outputs: RetrieverOutputs, batch: Batch, target: Tensor) -> Tensor:
         """Returns losses [U] against the batch's negatives. Every target is among the batch's items."""
@@ -318,3 +306,21 @@ class NextItemLoss(nn.Module):
 def last_of_each(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns the last entry of each of B lists, [n, E] -> [B, E]; zeros for an empty list."""
     return gather_rows(values, torch.where(lengths > 0, lengths.cumsum(0) - 1, -1))
+
+
+def position_weights(batch: Batch, weight_column: str) -> Tensor:
+    """Returns the weight of each position, [U]: the weight of the event that it predicts.
+
+    Args:
+        batch: the batch.
+        weight_column: column with weights of events or of rows; empty for the weights of rows alone.
+    """
+    count, row_weights = batch.uih_timestamps.shape[0], batch.sample_weight
+    of_rows = bool(weight_column) and features.side_of(weight_column) == pb.USER
+    if of_rows:
+        row_weights = row_weights * batch.weights[weight_column]
+    weights = torch.repeat_interleave(row_weights, batch.uih_lengths, output_size=count)
+    if not weight_column or of_rows:
+        return weights
+    none = torch.zeros_like(batch.sample_weight)
+    return weights * following(batch.weights[weight_column], batch.uih_lengths, last=none)

@@ -26,9 +26,8 @@ limit(pb.Retriever, required=("item_feature", "preprocessor", "mixer", "loss"))
 _ENCODER = "model.retriever.item_encoder"
 
 
-@declare(pb.Retriever)
-class RetrieverDeclaration(ModelDeclaration):
-    """Declares `Retriever`, which turns a history into a query and searches the catalogue of one feature."""
+class NextItemDeclaration(ModelDeclaration):
+    """Declares what all families have in common that are trained to find the next item of a history."""
 
     has_targets = False
     may_change = ("metrics", "seen", "repeated_targets", "weight_column")
@@ -56,23 +55,9 @@ class RetrieverDeclaration(ModelDeclaration):
             settings["query_time"] = pb.UihPreprocessor.QueryTime.Name(uih.query_time)
         return settings
 
-    @property
-    def softmax(self) -> pb.SoftmaxLoss:
-        """The message of the softmax of the next-item loss."""
-        return self.config.loss.softmax
-
-    @property
-    def outputs(self) -> list[str]:
-        """The output column: one query vector per row."""
-        return ["query"]
-
     def reads_candidates(self, mode: str) -> bool:
         """Returns True for evaluation only, where candidates are the items to find."""
         return mode == "evaluate"
-
-    def losses(self) -> list[LossField]:
-        """Returns the next-item loss."""
-        return [LossField(self.config.loss, f"{self.path}.loss", frozenset({"retrieval"}))]
 
     def weight_columns(self) -> list[WeightColumn]:
         """Returns the weight column of the next-item loss, if the config names one."""
@@ -94,19 +79,15 @@ class RetrieverDeclaration(ModelDeclaration):
                 yield Choice(message, path, "contextual_reads_history", False, origin)
 
     def findings(self) -> Iterator[Finding]:
-        """Checks the item feature, its encoder, contextual tokens, and what a position may see."""
+        """Checks the item feature, contextual tokens, and what a position may see."""
         if self.config.mixer.HasField("mixture"):
-            what = (
-                "mixes what several channels say of a candidate, and a retriever has no candidates; use hstu"
-            )
-            yield Finding("model.retriever.mixer.mixture", what)
+            what = f"mixes what several channels say of a candidate, and a {self.kind} has none; use hstu"
+            yield Finding(f"{self.path}.mixer.mixture", what)
         yield from self._item()
         yield from without_encoder(self.pipeline)
-        if self.config.HasField("item_encoder"):
-            yield from self._encoder()
         for index, feature in enumerate(self.pipeline.features):
             if pb.USER in feature.sides:
-                what = "USER features have no place in the history of a retriever; drop the side"
+                what = f"USER features have no place in the history of a {self.kind}; drop the side"
                 yield Finding(f"features[{index}].sides", what)
         yield from self._leaks()
 
@@ -115,7 +96,7 @@ class RetrieverDeclaration(ModelDeclaration):
         for message, path in descend(self.config, self.path):
             if not isinstance(message, pb.AttentionMask):
                 continue
-            what = "without effect: a retriever has no targets in its sequence"
+            what = f"without effect: a {self.kind} has no targets in its sequence"
             if message.target_window:
                 yield Finding(f"{path}.target_window", what)
             if message.target_group_size > 1:
@@ -126,16 +107,21 @@ class RetrieverDeclaration(ModelDeclaration):
                 said = f"{str(predict.remove_history).lower()} is given, {self.path}.seen says otherwise"
                 what = f"{said}: evaluation then does not measure these predictions; remove it"
                 yield Finding("predict.remove_history", what)
-        mixer, timed = mixer_of(self.pipeline), self.config.postprocessor.HasField("timestamp_layer_norm")
+        mixer, timed = mixer_of(self.pipeline), self._postprocessor_reads_times
         if self.config.preprocessor.uih.query_time == pb.UihPreprocessor.LAST_EVENT:
             if mixer is not None and not mixer.reads_times and not timed:
                 what = "without effect: neither mixer nor postprocessor reads times"
                 yield Finding(f"{self.path}.preprocessor.uih.query_time", what)
         if self.config.repeated_targets == pb.Retriever.LEAVE_OUT and not removed:
             yield Finding(f"{self.path}.repeated_targets", "without effect: seen KEEP removes no target")
-        if self.config.postprocessor.HasField("l2_norm") and self.config.l2_normalize:
-            what = "without effect: l2_normalize gives queries and items unit length in any case"
-            yield Finding("model.retriever.postprocessor.l2_norm", what)
+
+    @property
+    def _postprocessor_reads_times(self) -> bool:
+        return False
+
+    @property
+    def _encodes_items(self) -> bool:
+        return False
 
     def _seen(self) -> Iterator[Choice]:
         """Derives one rule for evaluation and prediction from whichever of the two fields the config sets."""
@@ -150,17 +136,17 @@ class RetrieverDeclaration(ModelDeclaration):
         by_name = {feature.name: (index, feature) for index, feature in enumerate(pipeline.features)}
         if name and name not in by_name:
             hint = did_you_mean(name, by_name)
-            yield Finding("model.retriever.item_feature", f"no feature is called {name!r}. {hint}")
+            yield Finding(f"{self.path}.item_feature", f"no feature is called {name!r}. {hint}")
         if name not in by_name:
             return
         index, item = by_name[name]
-        path, who = f"features[{index}]", "it is the item of the retriever"
+        path, who = f"features[{index}]", f"it is the item of the {self.kind}"
         if not item.id.HasField("vocabulary"):
             yield Finding(path, f"{who}, whose catalogue is a vocabulary; use id {{ vocabulary {{}} }}")
-        encoded = self.config.HasField("item_encoder")
-        if item.HasField("id") and not encoded and item.id.embedding_dim != pipeline.model.embedding_dim:
+        width = pipeline.model.embedding_dim
+        if item.HasField("id") and not self._encodes_items and item.id.embedding_dim != width:
             what = f"{item.id.embedding_dim} is given; items are compared with queries of model.embedding_dim"
-            yield Finding(f"{path}.id.embedding_dim", f"{what}, which is {pipeline.model.embedding_dim}")
+            yield Finding(f"{path}.id.embedding_dim", f"{what}, which is {width}")
         if item.id.multi_valued:
             yield Finding(f"{path}.id.multi_valued", f"{who}: an event has a single id")
         if pb.USER in item.sides:
@@ -174,6 +160,61 @@ class RetrieverDeclaration(ModelDeclaration):
         if pb.CANDIDATE not in item.sides and evaluated:
             what = f"CANDIDATE is needed to evaluate on data.{evaluated[0]}: the item to be found"
             yield Finding(f"{path}.sides", what)
+
+    def _leaks(self) -> Iterator[Finding]:
+        for message, path in descend(self.config, self.path):
+            if isinstance(message, pb.PositionalEncoder) and message.origin == pb.PositionalEncoder.END:
+                what = "END tells each position how many events follow; next-item training needs START"
+                yield Finding(f"{path}.origin", what)
+            if isinstance(message, pb.PositionalEncoder) and message.num_time_buckets:
+                what = "the age at the request tells how much history follows; use 0, and the mixer's bias"
+                yield Finding(f"{path}.num_time_buckets", what)
+            if isinstance(message, pb.AttentionMask) and message.contextual_reads_history:
+                what = "next-item training would see the future through contextual tokens; set it to false"
+                yield Finding(f"{path}.contextual_reads_history", what)
+            if isinstance(message, pb.LayerGroup) and message.HasField("tail_len"):
+                what = "next-item training makes every event a query: none can be left out"
+                yield Finding(f"{path}.tail_len", what)
+
+
+@declare(pb.Retriever)
+class RetrieverDeclaration(NextItemDeclaration):
+    """Declares `Retriever`, which turns a history into a query and searches the catalogue of one feature."""
+
+    @property
+    def softmax(self) -> pb.SoftmaxLoss:
+        """The message of the softmax of the next-item loss."""
+        return self.config.loss.softmax
+
+    @property
+    def outputs(self) -> list[str]:
+        """The output column: one query vector per row."""
+        return ["query"]
+
+    def losses(self) -> list[LossField]:
+        """Returns the next-item loss."""
+        return [LossField(self.config.loss, f"{self.path}.loss", frozenset({"retrieval"}))]
+
+    def findings(self) -> Iterator[Finding]:
+        """Checks the item encoder, besides what all families of next-item training check."""
+        yield from super().findings()
+        if self._encodes_items:
+            yield from self._encoder()
+
+    def warnings(self) -> Iterator[Finding]:
+        """Yields a norm without effect, besides what all families of next-item training warn of."""
+        yield from super().warnings()
+        if self.config.postprocessor.HasField("l2_norm") and self.config.l2_normalize:
+            what = "without effect: l2_normalize gives queries and items unit length in any case"
+            yield Finding("model.retriever.postprocessor.l2_norm", what)
+
+    @property
+    def _postprocessor_reads_times(self) -> bool:
+        return self.config.postprocessor.HasField("timestamp_layer_norm")
+
+    @property
+    def _encodes_items(self) -> bool:
+        return self.config.HasField("item_encoder")
 
     def _encoder(self) -> Iterator[Finding]:
         pipeline, encoder = self.pipeline, self.config.item_encoder
@@ -196,21 +237,6 @@ class RetrieverDeclaration(ModelDeclaration):
                 f"the item's embedding is {item_width} wide, model.embedding_dim is {width}; make them equal"
             )
             yield Finding(f"{_ENCODER}.residual", what)
-
-    def _leaks(self) -> Iterator[Finding]:
-        for message, path in descend(self.config, self.path):
-            if isinstance(message, pb.PositionalEncoder) and message.origin == pb.PositionalEncoder.END:
-                what = "END tells each position how many events follow; next-item training needs START"
-                yield Finding(f"{path}.origin", what)
-            if isinstance(message, pb.PositionalEncoder) and message.num_time_buckets:
-                what = "the age at the request tells how much history follows; use 0, and the mixer's bias"
-                yield Finding(f"{path}.num_time_buckets", what)
-            if isinstance(message, pb.AttentionMask) and message.contextual_reads_history:
-                what = "next-item training would see the future through contextual tokens; set it to false"
-                yield Finding(f"{path}.contextual_reads_history", what)
-            if isinstance(message, pb.LayerGroup) and message.HasField("tail_len"):
-                what = "next-item training makes every event a query: none can be left out"
-                yield Finding(f"{path}.tail_len", what)
 
 
 def without_encoder(pipeline: pb.Pipeline) -> Iterator[Finding]:

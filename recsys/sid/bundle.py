@@ -24,15 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from recsys import files, typed_json
+from recsys.data.codes import ABOUT, CODES, FORMAT, ITEM, hash_ids, read_codes
 from recsys.errors import ConfigError, DataError
-from recsys.sid.catalogue import ITEM
 from recsys.sid.collisions import extra_digits, free_digits, spread_unknown
-from recsys.sid.embeddings import TRANSFORM, Embeddings, hash_ids, hash_transform, require_whole
+from recsys.sid.embeddings import TRANSFORM, Embeddings, hash_transform
 from recsys.sid.quantizers import QUANTIZERS, Fitted, Quantizer
 from recsys.sid.statistics import CodeStatistics, Kept, code_statistics, kept
 
-FORMAT = 1
-_FILE, _CODES, _QUANTIZER = "bundle.json", "codes.parquet", "quantizer.safetensors"
+_QUANTIZER = "quantizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -171,11 +170,11 @@ def write_bundle(folder: Path, bundle: Bundle, transform: Path) -> None:
                 "digit": pa.array(bundle.digits.astype(np.int32)),
             }
         )
-        pq.write_table(table, aside / _CODES, compression="zstd", write_page_checksum=True)
+        pq.write_table(table, aside / CODES, compression="zstd", write_page_checksum=True)
         tensors = {name: tensor.contiguous() for name, tensor in bundle.quantizer.tensors().items()}
         save_file(tensors, aside / _QUANTIZER)
         shutil.copytree(transform / TRANSFORM, aside / TRANSFORM)
-        (aside / _FILE).write_text(json.dumps(asdict(bundle.about), indent=1), encoding="utf-8")
+        (aside / ABOUT).write_text(json.dumps(asdict(bundle.about), indent=1), encoding="utf-8")
         files.write_manifest(aside)
 
 
@@ -185,21 +184,14 @@ def read_bundle(folder: Path) -> Bundle:
     Raises:
         DataError: the folder is no bundle, of another format, or a file of it is missing, changed or added.
     """
-    require_whole(
-        folder, "use an undamaged copy of the bundle, or make it again with `recsys sid fit`", _FILE
-    )
+    stored = read_codes(folder)
     try:
-        about = typed_json.parse((folder / _FILE).read_bytes(), About)
-        if about.format != FORMAT or about.quantizer not in QUANTIZERS:
-            raise ValueError(
-                f"format {about.format} of quantizer {about.quantizer}, this version reads {FORMAT}"
-            )
-        table = pq.read_table(folder / _CODES)
-        codes = table["codes"].combine_chunks().flatten().to_numpy().reshape(len(table), -1).astype(np.int64)
+        about = typed_json.parse((folder / ABOUT).read_bytes(), About)
+        if about.quantizer not in QUANTIZERS:
+            raise ValueError(f"quantizer {about.quantizer}, this version knows {', '.join(QUANTIZERS)}")
         quantizer = QUANTIZERS[about.quantizer].load(load_file(folder / _QUANTIZER))
-        ids = pl.Series(ITEM, pl.from_arrow(table[ITEM]))
-        if hash_ids(ids) != about.ids or hash_transform(folder) != about.transform:
-            raise ValueError("ids or transform are not those that bundle.json names")
+        if hash_transform(folder) != about.transform:
+            raise ValueError("its transform is not the one that bundle.json names")
     except (
         OSError,
         ValueError,
@@ -210,4 +202,5 @@ def read_bundle(folder: Path) -> Bundle:
         pa.ArrowException,
     ) as error:
         raise DataError(f"{folder}: damaged ({error}); make it again with `recsys sid fit`") from None
-    return Bundle(about, ids, codes, table["digit"].to_numpy().astype(np.int64), quantizer)
+    ids = pl.Series(ITEM, pl.from_arrow(stored.ids))
+    return Bundle(about, ids, stored.codes, stored.digits, quantizer)

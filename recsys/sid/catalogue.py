@@ -9,10 +9,8 @@ import polars as pl
 import pyarrow as pa
 
 from recsys import typed_json
+from recsys.data.codes import ITEM
 from recsys.errors import ConfigError, DataError
-
-ITEM = "item_id"
-"""Name of the item feature in every data folder of `recsys prepare`."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ transform/             arrays.safetensors, terms.json (TF-IDF), transform.json
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from recsys import files, typed_json
+from recsys.data.codes import hash_ids, require_whole
 from recsys.errors import ConfigError, DataError
 from recsys.sid import sources
 from recsys.sid.catalogue import ITEM, read_ids, read_texts, read_training_histories, read_vectors
@@ -247,30 +247,9 @@ def read_embeddings(folder: Path) -> Embeddings:
     return Embeddings(ids, vectors, Transform.read(folder / TRANSFORM))
 
 
-def require_whole(folder: Path, remedy: str, needed: str) -> None:
-    """Checks a folder against its manifest.
-
-    Raises:
-        DataError: a file is missing, differs, or was added.
-    """
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; {remedy}")
-    faults = files.manifest_faults(folder)
-    faults += [f"{path}: not in the manifest" for path in files.not_in_manifest(folder) if not faults]
-    if not faults and not (folder / needed).is_file():
-        faults = [f"{folder / needed}: missing"]
-    if faults:
-        raise DataError("\n".join([*faults, remedy]))
-
-
 def hash_transform(folder: Path) -> str:
     """Returns a SHA-256 over the files of a transform: vectors of the same one can be compared."""
     digest = hashlib.sha256()
     for path in sorted((folder / TRANSFORM).iterdir()):
         digest.update(f"{path.name} {files.sha256(path)}\n".encode())
     return digest.hexdigest()
-
-
-def hash_ids(ids: Sequence[int | str] | pl.Series) -> str:
-    """Returns a SHA-256 over ids in their order."""
-    return hashlib.sha256("\n".join(map(repr, ids)).encode()).hexdigest()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as symbolic
 
 from recsys import protos as pb
+from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.data.schema.vocabulary import mappings
@@ -119,7 +120,7 @@ def assert_predicted(model: Model, batches: list[Batch], rows: pa.Table, answers
 
 
 def per_row(model: Model, batch: Batch) -> list[Tensor]:
-    """Predictions of a row's candidates, or its query."""
+    """Predictions of a row's candidates, or its query, or its scores of all items."""
     scores = model.score(batch)
     ranker = model.pipeline.model.HasField("ranker")
     return list(scores.split(batch.num_candidates.tolist()) if ranker else scores)
@@ -138,20 +139,25 @@ class Items:
     """The vectors of all items by their original ids."""
 
     def __init__(self, model: Model, batch: Batch):
-        self.item = model.pipeline.model.retriever.item_feature
+        declared = model_of(model.pipeline)
+        self.item, self.scored = declared.item_feature, declared.scores_items
         self.top_k = model.pipeline.predict.top_k
         self.close = close(model.pipeline)
         vocabulary = mappings(model.pipeline)[self.item]
         self.ids = vocabulary.ids.to_pylist()
         # Row 0 of the table stands for unknown items and is no vector.
-        places = torch.from_numpy(vocabulary.map(vocabulary.ids)) - 1
+        self.places = torch.from_numpy(vocabulary.map(vocabulary.ids)) - 1
         with torch.no_grad():
-            self.vectors = model.item_vectors(batch)[places].double().numpy()
+            self.vectors = model.item_vectors(batch)[self.places].double().numpy()
 
     def assert_best(self, query: Tensor, given: dict, answer: dict) -> None:
         """The best of all that the row has not seen, with their scores."""
         seen = set(given[f"uih_{self.item}"])
-        scores = dict(zip(self.ids, self.vectors @ query.double().numpy(), strict=True))
+        if self.scored:
+            of_items = query[self.places].double().numpy()
+        else:
+            of_items = self.vectors @ query.double().numpy()
+        scores = dict(zip(self.ids, of_items, strict=True))
         best = sorted((score for one, score in scores.items() if one not in seen), reverse=True)[: self.top_k]
         assert len(set(answer[self.item]) - seen) == len(answer[self.item]) == self.top_k
         np.testing.assert_allclose(answer["score"], best, **self.close)

@@ -24,6 +24,7 @@ from recsys.inference.predictor import Predictor
 from recsys.prepare import __main__ as prepare
 from tests.integration import parity
 from tests.integration.runs import records
+from tests.tools.bundles import movielens_codes
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.config"))
 ROWS = {"train": 96, "validation": 20, "test": 48}
@@ -79,6 +80,7 @@ DATA = {
     "ml_1m_hstu_large.config": bundled("movielens"),
     "ml_1m_ranking.config": movielens_ranking,
     "ml_1m_sasrec.config": bundled("movielens"),
+    "movielens_small_generator.config": bundled("movielens"),
     "movielens_small_retrieval.config": bundled("movielens"),
     "movielens_small_two_tower.config": bundled("movielens"),
     "quickstart.config": bundled("kuairand"),
@@ -103,6 +105,8 @@ def trained(request, tmp_path_factory) -> Trained:
         path = folder / f"{split}.parquet"
         pq.write_table(pq.read_table(data / f"{split}.parquet").slice(0, count), path)
         overrides.append(f'data.{split}={{parquet {{paths: "{path}"}}}}')
+    if "generator" in request.param:
+        overrides.append(f'model.generator.bundle="{movielens_codes(folder / "bundle")}"')
     path = Path("configs") / request.param
     flags = ["--config", str(path), "--run-dir", str(folder / "run")]
     for override in overrides:

@@ -215,14 +215,13 @@ def random_row(pipeline: pb.Pipeline, num_events: int, num_candidates: int, seed
 
 def _draw_value(pipeline: pb.Pipeline, draw: random.Random) -> Callable[[features.Column], Any]:
     """A function from a column to a value of it."""
-    rows = {table.name: table.rows for table in features.tables(pipeline)}
 
     def value(column: features.Column) -> Any:
         if column.table is None:
             return draw.gauss(0, 1)
         if column.multi_valued:
-            return [draw.randrange(rows[column.table]) for _ in range(draw.randrange(4))]
-        return draw.randrange(1, rows[column.table])
+            return [draw.randrange(features.table_rows(column.feature)) for _ in range(draw.randrange(4))]
+        return draw.randrange(1, features.table_rows(column.feature))
 
     return value
 
@@ -266,8 +265,8 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
         )
         channel_lengths[channel.name] = _ints([len(own) for own in members])
     if pipeline.model.HasField("retriever"):
-        (items,) = (table for table in features.tables(pipeline) if features.NEGATIVES in table.columns)
-        shared = {features.NEGATIVES: list(range(1, items.rows)) if negatives is None else list(negatives)}
+        count = features.table_rows(features.searched_item(pipeline))
+        shared = {features.NEGATIVES: list(range(1, count)) if negatives is None else list(negatives)}
         if features.samples_negatives(pipeline):
             history = f"uih_{pipeline.model.retriever.item_feature}"
             seen = {one for row in rows for one in row.values[history] if one > 0}

@@ -117,6 +117,8 @@ def _index(pipeline: pb.Pipeline) -> Iterator[Finding]:
     model = model_of(pipeline)
     if pipeline.predict.HasField("index") and model.kind and model.item_feature is None:
         yield Finding("predict.index", f"without effect: a {model.kind} scores the candidates of its rows")
+    if pipeline.predict.HasField("index") and model.scores_items:
+        yield Finding("predict.index", f"without effect: a {model.kind} scores every item")
 
 
 def _item_file(pipeline: pb.Pipeline) -> Iterator[Finding]:

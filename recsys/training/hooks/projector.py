@@ -58,12 +58,15 @@ def frequent_items(
         limit: the largest number of items.
 
     Returns:
-        None if items have no vocabulary, or if this rank holds none of their rows.
+        None if items have no vocabulary or no table, or if this rank holds none of their rows.
     """
     item = _item(pipeline)
     if item is None:
         return None
-    (name,) = (name for name in weights if name.endswith(f".{item.id.table}_table.weight"))
+    names_of_table = [name for name in weights if name.endswith(f".{item.id.table}_table.weight")]
+    if not names_of_table:
+        return None
+    (name,) = names_of_table
     count = item.id.vocabulary.size
     rows = ShardedRowLayout(count, sharded_name(pipeline, item.id.table)).row_of(np.arange(min(limit, count)))
     part = _part(weights[name])

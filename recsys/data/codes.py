@@ -1,0 +1,134 @@
+"""Reads the codes of items, their semantic ids, from a bundle as `recsys sid` writes it."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys import files
+from recsys import protos as pb
+from recsys.config import features
+from recsys.data.arrow import is_text, one_array
+from recsys.data.schema.vocabulary import mappings
+from recsys.errors import DataError
+
+FORMAT = 1
+"""Format of the folder; a reader refuses others."""
+
+ABOUT, CODES = "bundle.json", "codes.parquet"
+DIGIT = "digit"
+
+ITEM = "item_id"
+"""Name of the item feature in every data folder of `recsys prepare`, and of the column of ids of a bundle."""
+
+REMEDY = "take a copy of the bundle that is whole, or make it again with `recsys sid fit`"
+
+
+@dataclass(frozen=True)
+class BundleCodes:
+    """Codes of items.
+
+    Attributes:
+        ids: item ids, integers or strings.
+        codes: int64 [items, levels], each from 0 to `size` - 1.
+        digits: int64 [items], 0 to 255; tells items of one code apart.
+        size: V, values of each code.
+    """
+
+    ids: pa.Array
+    codes: np.ndarray
+    digits: np.ndarray
+    size: int
+
+
+def read_codes(folder: Path) -> BundleCodes:
+    """Reads the codes of a bundle after a check of the hash of every file.
+
+    Raises:
+        DataError: the folder is no bundle, of another format, or a file of it is missing, changed or added.
+    """
+    require_whole(folder, REMEDY, ABOUT)
+    try:
+        about = json.loads((folder / ABOUT).read_bytes())
+        if about["format"] != FORMAT:
+            raise ValueError(f"format {about['format']}, this version reads {FORMAT}")
+        table = pq.read_table(folder / CODES)
+        ids, size = one_array(table[ITEM]), int(about["size"])
+        codes = one_array(table["codes"]).flatten().to_numpy().reshape(len(table), -1).astype(np.int64)
+        digits = table[DIGIT].to_numpy().astype(np.int64)
+        if hash_ids(ids.to_pylist()) != about["ids"]:
+            raise ValueError("its ids are not those that bundle.json names")
+        if len(codes) and not (codes.min() >= 0 and codes.max() < size and digits.min() >= 0):
+            raise ValueError(f"a code is not from 0 to {size - 1}")
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{folder}: damaged ({error}); make it again with `recsys sid fit`") from None
+    return BundleCodes(ids, codes, digits, size)
+
+
+def codes_of_table(pipeline: pb.Pipeline, folder: Path) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Reads the codes of every item that a model searches.
+
+    The digit that tells items apart is the last code, unless every item is alone on its code.
+
+    Args:
+        pipeline: resolved; its model searches items.
+        folder: the bundle.
+
+    Returns:
+        int64 [items, levels], row k for row k + 1 of the item table; and the number of values of each level.
+
+    Raises:
+        DataError: the bundle is damaged, its ids have another type, it lacks items of the vocabulary, or it
+            gives two items the same codes.
+    """
+    bundle = read_codes(folder)
+    vocabulary = mappings(pipeline)[features.searched_item(pipeline).id.table]
+    if len(bundle.ids) and vocabulary.is_text != is_text(bundle.ids.type):
+        raise DataError(
+            f"{folder}: item ids are {bundle.ids.type}, those of {vocabulary.name} are "
+            f"{'texts' if vocabulary.is_text else 'integers'}; make the bundle from the data of this config"
+        )
+    row = vocabulary.map(bundle.ids)
+    place = np.full(vocabulary.rows, -1)
+    place[row] = np.arange(len(row))
+    place = place[1:]
+    if (place < 0).any():
+        first = vocabulary.original(np.flatnonzero(place < 0)[:1] + 1)[0].as_py()
+        raise DataError(
+            f"{folder}: no codes for {(place < 0).sum():,} of {len(place):,} items of {vocabulary.name}, "
+            f"such as {first!r}; add them with `recsys sid append`, or make the bundle from the data of this "
+            "config with `recsys sid embed` and `recsys sid fit`"
+        )
+    codes, digits = bundle.codes[place], bundle.digits[place]
+    sizes = [bundle.size] * codes.shape[1]
+    if digits.any():
+        codes, sizes = np.column_stack([codes, digits]), [*sizes, int(digits.max()) + 1]
+    if len(np.unique(codes, axis=0)) < len(codes):
+        raise DataError(f"{folder}: two items have the same codes; make it again with `recsys sid fit`")
+    return codes, tuple(sizes)
+
+
+def require_whole(folder: Path, remedy: str, needed: str) -> None:
+    """Checks a folder against its manifest.
+
+    Raises:
+        DataError: a file is missing, differs, or was added.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; {remedy}")
+    faults = files.manifest_faults(folder)
+    faults += [f"{path}: not in the manifest" for path in files.not_in_manifest(folder) if not faults]
+    if not faults and not (folder / needed).is_file():
+        faults = [f"{folder / needed}: missing"]
+    if faults:
+        raise DataError("\n".join([*faults, remedy]))
+
+
+def hash_ids(ids: Iterable[int | str]) -> str:
+    """Returns a SHA-256 over ids in their order."""
+    return hashlib.sha256("\n".join(map(repr, ids)).encode()).hexdigest()

@@ -1,0 +1,156 @@
+"""The generator: its losses and ranks, no future in the past, bundles that do not fit, a resumed run."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recsys.data.codes import codes_of_table
+from recsys.data.schema.vocabulary import mappings
+from recsys.errors import DataError
+from recsys.models import CodeGenerator, build_model
+from tests.integration.runs import command, evaluate, records
+from tests.modules.pipelines import RETRIEVER, batch_of, pipeline_of, random_row, random_rows
+from tests.tools.bundles import movielens_codes, write_codes
+
+SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
+CODES = np.array([[n % 3, n % 4] for n in range(20)])  # items n and n + 12 share codes
+GENERATOR = RETRIEVER.replace("retriever {", "generator {").replace("loss { softmax { full {} } }", "")
+SHORT = (
+    "train.num_epochs=",
+    "train.schedule.warmup_steps=0",
+    "train.evaluation={every_steps: 4 max_batches: 1}",
+    "train.checkpoint={every_steps: 4}",
+    "train.log_every_steps=1",
+    "data.num_workers=0",
+    "data.batch_size=16",
+    "data.eval_batch_size=16",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    pq.write_table(pa.table({"id": pa.array(range(100, 120))}), tmp_path / "item_id.parquet")
+    # The order of a bundle is not that of the vocabulary.
+    order = np.random.default_rng(0).permutation(20)
+    write_codes(tmp_path / "bundle", (100 + order).tolist(), CODES[order], 4)
+    return tmp_path
+
+
+@pytest.fixture
+def pipeline(folder):
+    vocabulary = f'vocabulary {{ size: 20 file: "{folder}/item_id.parquet" }}'
+    text = GENERATOR.replace("vocabulary { size: 20 }", vocabulary)
+    return pipeline_of(text, f'model {{ generator {{ bundle: "{folder}/bundle" }} }}')
+
+
+@pytest.fixture
+def model(pipeline):
+    torch.manual_seed(0)
+    built = build_model(pipeline).eval()
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return built
+
+
+def test_rows_of_the_table_have_the_codes_of_their_items(pipeline, folder, model):
+    codes, sizes = codes_of_table(pipeline, folder / "bundle")
+    assert isinstance(model, CodeGenerator) and sizes == (4, 4, 2)
+    ids = pq.read_table(folder / "bundle" / "codes.parquet").to_pylist()
+    by_id = {row["item_id"]: (*row["codes"], row["digit"]) for row in ids}
+    original = mappings(pipeline)["item_id"].original(np.arange(1, 21)).to_pylist()
+    assert [tuple(code) for code in codes.tolist()] == [by_id[one] for one in original]
+    assert model.codes[0].tolist() == [-1, -1, -1] and (model.codes[1:].numpy() == codes).all()
+
+
+def test_items_have_no_table(model):
+    assert not any("item_id_table" in name for name in model.state_dict())
+
+
+def test_losses_are_those_of_the_next_items_codes(model, pipeline):
+    rows = random_rows(pipeline, SIZES)
+    batch = batch_of(pipeline, rows)
+    outputs = model(batch)
+    expected, start = 0.0, 0
+    for row in rows:
+        items = row.values["uih_item_id"]
+        for place, item in enumerate(items[1:]):
+            if item:
+                state = outputs.states[start + place][None]
+                expected += model.decode.losses(state, model.codes[item][None]).item()
+        start += len(items)
+    losses = model.objective(outputs, batch)
+    assert losses.sums.item() == pytest.approx(expected, rel=1e-5)
+    assert losses.counts.item() == sum(item > 0 for row in rows for item in row.values["uih_item_id"][1:])
+
+
+def test_scores_rank_the_candidates(model, pipeline):
+    """By sorting all scores of `score`."""
+    rows = random_rows(pipeline, SIZES)
+    batch = batch_of(pipeline, rows)
+    ranks, scores = model.ranks(model(batch), batch), model.score(batch)
+    expected = []
+    for row, of_items in zip(rows, scores, strict=True):
+        for item in row.values["candidate_item_id"]:
+            seen = set(row.values["uih_item_id"])
+            others = [k for k in range(1, 21) if k != item and k not in seen]
+            better = sum(bool(of_items[k - 1] >= of_items[item - 1]) for k in others)
+            expected.append(21 if item == 0 or item in seen else 1 + better)
+    assert ranks.tolist() == expected
+
+
+def test_the_future_does_not_reach_the_past(model, pipeline):
+    row, other = random_row(pipeline, 6, 1), random_row(pipeline, 6, 1, seed=9)
+    before = model(batch_of(pipeline, [row]))
+    for cut in range(1, 6):
+        spliced = {
+            "uih_item_id": row.values["uih_item_id"][:cut] + other.values["uih_item_id"][cut:],
+            "uih_actions": row.uih_actions[:cut] + [1 - action % 2 for action in row.uih_actions[cut:]],
+            # The time of the next event is known when its request comes, later times are not.
+            "uih_timestamps": row.uih_timestamps[: cut + 1] + other.uih_timestamps[cut + 1 :],
+            "request_time": other.request_time,
+        }
+        after = model(batch_of(pipeline, [row.changed(**spliced)]))
+        assert torch.equal(after.states[:cut], before.states[:cut])
+        assert torch.equal(after.losses[: cut - 1], before.losses[: cut - 1])
+        assert not torch.isclose(after.states[cut:], before.states[cut:]).all(1).any()
+
+
+def test_a_bundle_without_an_item_of_the_vocabulary_is_refused(pipeline, folder):
+    write_codes(folder / "less", list(range(100, 118)), CODES[:18], 4)
+    with pytest.raises(DataError, match=r"no codes for 2 of 20 items .*recsys sid append"):
+        codes_of_table(pipeline, folder / "less")
+
+
+def test_a_bundle_with_ids_of_another_type_is_refused(pipeline, folder):
+    write_codes(folder / "texts", [str(n) for n in range(100, 120)], CODES, 4)
+    with pytest.raises(DataError, match="item ids are string"):
+        codes_of_table(pipeline, folder / "texts")
+
+
+def test_a_bundle_with_changed_codes_or_none_at_all_is_refused(pipeline, folder):
+    with pytest.raises(DataError, match="no such folder; .*recsys sid fit"):
+        codes_of_table(pipeline, folder / "nothing")
+    (folder / "bundle" / "codes.parquet").write_bytes(b"?")
+    with pytest.raises(DataError, match=r"codes.parquet.*\n.*recsys sid fit"):
+        codes_of_table(pipeline, folder / "bundle")
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_and_evaluates_to_it(tmp_path):
+    bundle = movielens_codes(tmp_path / "bundle")
+
+    def train(name, steps):
+        flags = [f'model.generator.bundle="{bundle}"', f"train.num_steps={steps}", *SHORT]
+        chosen = [part for flag in flags for part in ("--set", flag)]
+        config = "configs/movielens_small_generator.config"
+        command("train", "--config", config, "--run-dir", tmp_path / name, *chosen)
+
+    train("whole", 8)
+    train("cut", 4)
+    train("cut", 8)
+    for kind in ("train", "evaluation"):
+        whole, cut = records(tmp_path / "whole", kind), records(tmp_path / "cut", kind)
+        assert whole[8] == cut[8]
+    newest = ("--split", "validation", "--checkpoint", "newest", "--set", "train.evaluation.max_batches=1")
+    assert evaluate("--run-dir", str(tmp_path / "cut"), *newest) == 0
