@@ -26,7 +26,7 @@ DIGIT = "digit"
 ITEM = "item_id"
 """Name of the item feature in every data folder of `recsys prepare`, and of the column of ids of a bundle."""
 
-REMEDY = "take a copy of the bundle that is whole, or make it again with `recsys sid fit`"
+REMEDY = "use an undamaged copy of the bundle, or make it again with `recsys sid fit`"
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class CodeGenerator(Model):
         target = following(items, batch.uih_lengths, last=torch.zeros_like(batch.uih_lengths))
         with self.autocast():
             states = self._states(batch)
-            losses = self.decode.losses(states, self.codes[target].clamp(min=0))
+            losses = self.decode(states, self.codes[target].clamp(min=0))
         return CodeGeneratorOutputs(states.float(), losses, target > 0)
 
     def score(self, batch: Batch) -> Tensor:
@@ -144,9 +144,14 @@ class CodeGenerator(Model):
 
     def _states(self, batch: Batch) -> Tensor:
         """Returns what the decoder reads at each event, [U, E]."""
-        embeddings = self.embed(batch)
-        embeddings[self.history] = self.embed_codes(self.codes[batch.ids[self.history].values()])
+        tokens = self.embed_codes(self.codes[batch.ids[self.history].values()])
+        embeddings = _with_column(self.embed(batch), self.history, tokens)
         return self.mix(self.preprocess(embeddings, batch).sequence).history()
+
+
+@torch.fx.wrap  # TorchRec's pipeline traces the model, and a tracer cannot look into the dict
+def _with_column(embeddings: dict[str, Tensor], name: str, values: Tensor) -> dict[str, Tensor]:
+    return embeddings | {name: values}
 
 
 class CodeLoss(nn.Module):

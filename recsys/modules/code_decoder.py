@@ -88,7 +88,7 @@ class CodeDecoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.logits = nn.ModuleList(nn.Linear(width, size) for size in sizes)
 
-    def losses(self, states: Tensor, codes: Tensor) -> Tensor:
+    def forward(self, states: Tensor, codes: Tensor) -> Tensor:
         """Returns the mean over levels of the cross-entropy with the given codes before each level, [n].
 
         Args:
@@ -125,7 +125,7 @@ class CodeDecoder(nn.Module):
         return torch.zeros_like(found).index_copy(1, trie.item, found)
 
     def flops(self, paths: int) -> int:
-        """Counts the FLOP of `losses` for `paths` states; see `recsys.modules.flops`."""
+        """Counts the FLOP of the losses for `paths` states; see `recsys.modules.flops`."""
         layers = [m for block in self.blocks for m in block.modules() if isinstance(m, nn.Linear)]
         per_token = sum(layer.weight.numel() for layer in layers)
         levels, width = len(self.logits), self.positions.shape[1]

@@ -68,7 +68,7 @@ def test_a_best_state_that_is_gone_is_named_and_the_run_ends_well(tmp_path, monk
     monkeypatch.setattr("recsys.training.checkpoint.Checkpoints._prune", prune_best)
     assert train(tmp_path, *SHORT) == 0
     assert sorted(records(tmp_path, "diagnostics")) == [8]
-    assert "the best cannot be loaded" in caplog.text
+    assert "the best state cannot be loaded" in caplog.text
     assert "the last state, step 8" in (tmp_path / "report.html").read_text()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +14,17 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from recsys import protos as pb
 from recsys.config import registry
 from recsys.models import build_model, layout_rule
-from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, pipeline_of, random_rows
+from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, generator_pipeline, pipeline_of, random_rows
 
 PIPELINES = {"ranker": RANKER, "retriever": RETRIEVER}
+CATEGORY = 'features { name: "category"  sides: HISTORY  id { hash { num_buckets: 7 } } }'
 SIZES = [(3, 2), (0, 1), (6, 4), (2, 0), (1, 3)]
 
 
 @pytest.fixture(params=sorted(registry.registered(pb.Model)))
-def pipeline(request):
+def pipeline(request, tmp_path):
+    if request.param == "generator":  # reads files
+        return generator_pipeline(tmp_path, np.arange(40).reshape(20, 2) % 4, CATEGORY)
     assert request.param in PIPELINES, f"name a pipeline with a {request.param} in PIPELINES"
     return pipeline_of(PIPELINES[request.param])
 
@@ -63,7 +67,7 @@ def test_weights_are_a_function_of_the_seed(pipeline):
     second = build_model(pipeline).state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert all(value.dtype == torch.float32 for value in first.values())
+    assert all(value.dtype == torch.float32 for value in build_model(pipeline).parameters())
 
 
 @pytest.mark.parametrize("precision", [pb.FP32, pb.BF16])

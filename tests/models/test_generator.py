@@ -1,7 +1,6 @@
 """The generator: its losses and ranks, no future in the past, bundles that do not fit, a resumed run."""
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -11,12 +10,11 @@ from recsys.data.schema.vocabulary import mappings
 from recsys.errors import DataError
 from recsys.models import CodeGenerator, build_model
 from tests.integration.runs import command, evaluate, records
-from tests.modules.pipelines import RETRIEVER, batch_of, pipeline_of, random_row, random_rows
+from tests.modules.pipelines import batch_of, generator_pipeline, random_row, random_rows
 from tests.tools.bundles import movielens_codes, write_codes
 
 SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
 CODES = np.array([[n % 3, n % 4] for n in range(20)])  # items n and n + 12 share codes
-GENERATOR = RETRIEVER.replace("retriever {", "generator {").replace("loss { softmax { full {} } }", "")
 SHORT = (
     "train.num_epochs=",
     "train.schedule.warmup_steps=0",
@@ -31,18 +29,12 @@ SHORT = (
 
 @pytest.fixture
 def folder(tmp_path):
-    pq.write_table(pa.table({"id": pa.array(range(100, 120))}), tmp_path / "item_id.parquet")
-    # The order of a bundle is not that of the vocabulary.
-    order = np.random.default_rng(0).permutation(20)
-    write_codes(tmp_path / "bundle", (100 + order).tolist(), CODES[order], 4)
     return tmp_path
 
 
 @pytest.fixture
 def pipeline(folder):
-    vocabulary = f'vocabulary {{ size: 20 file: "{folder}/item_id.parquet" }}'
-    text = GENERATOR.replace("vocabulary { size: 20 }", vocabulary)
-    return pipeline_of(text, f'model {{ generator {{ bundle: "{folder}/bundle" }} }}')
+    return generator_pipeline(folder, CODES)
 
 
 @pytest.fixture
@@ -78,7 +70,7 @@ def test_losses_are_those_of_the_next_items_codes(model, pipeline):
         for place, item in enumerate(items[1:]):
             if item:
                 state = outputs.states[start + place][None]
-                expected += model.decode.losses(state, model.codes[item][None]).item()
+                expected += model.decode(state, model.codes[item][None]).item()
         start += len(items)
     losses = model.objective(outputs, batch)
     assert losses.sums.item() == pytest.approx(expected, rel=1e-5)

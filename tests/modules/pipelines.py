@@ -8,8 +8,12 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from google.protobuf import text_format
 from torchrec import KeyedJaggedTensor
@@ -21,6 +25,7 @@ from recsys.data.batch import Batch
 from recsys.data.schema.layout_rule import Channel
 from recsys.models import layout_rule
 from recsys.ops import SequenceLayout
+from tests.tools.bundles import write_codes
 
 RANKER = """
 data { max_history_len: 6  max_candidates: 4 }
@@ -224,6 +229,23 @@ def _draw_value(pipeline: pb.Pipeline, draw: random.Random) -> Callable[[feature
         return draw.randrange(1, features.table_rows(column.feature))
 
     return value
+
+
+def generator_pipeline(folder: Path, codes: np.ndarray, more: str = "") -> pb.Pipeline:
+    """`RETRIEVER` with a generator in its place, for items 100 and up.
+
+    Args:
+        more: text to add, such as a feature with a table, of which codes have none.
+        folder: gets the vocabulary and the bundle; the order of a bundle is not that of the vocabulary.
+        codes: int64 [20, levels], below 4.
+    """
+    text = RETRIEVER.replace("retriever {", "generator {").replace("loss { softmax { full {} } }", "")
+    pq.write_table(pa.table({"id": pa.array(range(100, 100 + len(codes)))}), folder / "item_id.parquet")
+    order = np.random.default_rng(0).permutation(len(codes))
+    write_codes(folder / "bundle", (100 + order).tolist(), codes[order], 4)
+    vocabulary = f'vocabulary {{ size: {len(codes)} file: "{folder}/item_id.parquet" }}'
+    text = text.replace(f"vocabulary {{ size: {len(codes)} }}", vocabulary)
+    return pipeline_of(text + more, f'model {{ generator {{ bundle: "{folder}/bundle" }} }}')
 
 
 def random_rows(pipeline: pb.Pipeline, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Row]:

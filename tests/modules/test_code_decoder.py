@@ -73,7 +73,7 @@ def test_losses_and_scores_are_those_of_a_loop_in_float64(layers, heads):
             ]
         )
         scores = made.scores(states, CodeTrie(codes, SIZES))
-        losses = made.losses(states.repeat_interleave(40, 0), torch.from_numpy(codes).repeat(3, 1))
+        losses = made(states.repeat_interleave(40, 0), torch.from_numpy(codes).repeat(3, 1))
     torch.testing.assert_close(scores.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(losses.double(), -expected.mean(2).flatten(), rtol=1e-5, atol=1e-5)
 
