@@ -86,6 +86,8 @@ NOT_RUN = {
     "recsys sid embed --data tests/data/movielens --output data/vectors": "tests/sid/test_docs.py",
     "recsys sid fit --embeddings data/vectors --output data/bundle --balanced": "the same",
     "recsys sid report --bundle data/bundle": "the same",
+    "python -m recsys.train --config configs/movielens_small_generator.config "
+    "--run-dir runs/movielens_generator": "minutes; test_ready_configs.py trains a part of it",
     "recsys sid embed --data data/new --like data/bundle --output data/new-vectors": "tests/sid/"
     "test_bundle.py",
     "recsys sid append --bundle data/bundle --embeddings data/new-vectors --output data/bundle-2": "the same",
