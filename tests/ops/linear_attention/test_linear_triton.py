@@ -83,13 +83,11 @@ def test_columns_in_more_blocks_of_keys_than_of_values(form, runner):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (32, 96)])
 def test_bfloat16_on_a_gpu(dims, form):
-    """Products take bfloat16, so an error may be that of four roundings: in gradients of decays the rounded
-    products of rows and of columns nearly cancel.
-    """
+    """Products take bfloat16, so an error may be that of three roundings."""
     narrow = problem(LONG, dims, **form).cast(
         torch.bfloat16, log_decay=torch.float32, initial_state=torch.float32, beta=torch.float32
     )
-    assert_near(narrow, ON_GPU, floor=8e-3)
+    assert_near(narrow, ON_GPU, floor=6e-3)
 
 
 @pytest.mark.parametrize("runner", runners("triton"))
@@ -98,12 +96,10 @@ def test_bfloat16_on_a_gpu(dims, form):
 def test_strong_decays(strength, delta, runner):
     """A chunk of the interpreter's is cut into four blocks with decays to -12 and fully with decays to -40.
 
-    exp of a negated sum would be infinite: exp(20 * 16). Logarithms of decays are added up over the chunk, so
-    that a decay between two tokens has the absolute rounding of the whole sum as its relative error.
+    exp of a negated sum would be infinite: exp(20 * 16).
     """
     narrow = problem([(40, 2)], (16, 16), delta=delta, strength=strength).cast(torch.float32)
-    rounding = 2**-24 * strength * (40 if runner.device == "cuda" else 16)
-    assert_near(narrow, runner, close=1e-5, floor=max(1e-5, rounding))
+    assert_near(narrow, runner, close=1e-5, floor=1e-5)
 
 
 @interpreted
