@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from recsys import protos as pb
 from recsys.config import checks, features
 from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
 from recsys.data.codes import codes_of_table
-from recsys.models.base import Losses, MetricRows, Model
+from recsys.models.base import Losses
+from recsys.models.next_item import NextItemModel, last_of_each, position_weights
 from recsys.models.ranking import rank_targets
-from recsys.models.retriever import MAX_SCORES, last_of_each, position_weights
+from recsys.models.retriever import MAX_SCORES
 from recsys.modules.code_decoder import CodeDecoder, CodeEmbedding
 from recsys.modules.code_trie import CodeTrie
 from recsys.modules.sequence import following
@@ -46,7 +46,7 @@ class CodeGeneratorOutputs:
 
 
 @register(pb.CodeGenerator)
-class CodeGenerator(Model):
+class CodeGenerator(NextItemModel):
     """Embeds codes, preprocesses and mixes, then writes codes.
 
     Args:
@@ -107,22 +107,6 @@ class CodeGenerator(Model):
         """Counts the FLOP of preprocessor, mixer, and the decoder at every event."""
         events = batch.uih_timestamps.shape[0]
         return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + self.decode.flops(events)
-
-    def metrics(self) -> dict[str, Metric]:
-        """Builds the metrics, by their names."""
-        chosen = [pick(choice) for choice in self.metric_choices]
-        built = [metric.cls(metric.config) for metric in chosen]
-        return {metric.name: metric for metric in built}
-
-    def metric_rows(self, outputs: CodeGeneratorOutputs, batch: Batch) -> MetricRows:
-        """Returns rank and weight of each candidate."""
-        ranks = self.ranks(outputs, batch)
-        weights = torch.repeat_interleave(
-            batch.sample_weight, batch.num_candidates, output_size=ranks.shape[0]
-        )
-        if self.leaves_out_repeated:
-            weights = weights * ~batch.repeated
-        return {"": (ranks, weights)}
 
     def ranks(self, outputs: CodeGeneratorOutputs, batch: Batch) -> Tensor:
         """Returns the rank of each candidate in the catalogue by `score`, like `Retriever.ranks`."""

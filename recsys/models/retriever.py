@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import Metric
 
 from recsys import protos as pb
 from recsys.config import checks, features
 from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
-from recsys.models.base import Losses, MetricRows, Model, build_postprocessor
+from recsys.models.base import Losses, build_postprocessor
 from recsys.models.columns import without_catalogue
 from recsys.models.item_tower import Items, ItemTower
+from recsys.models.next_item import NextItemModel, last_of_each, position_weights
 from recsys.models.ranking import rank_targets
 from recsys.modules.flops import linear_flops
 from recsys.modules.item_encoder import ItemEncoder
@@ -30,7 +30,6 @@ from recsys.modules.losses.base import widen
 from recsys.modules.losses.softmax import IGNORED
 from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
-from recsys.ops import gather_rows
 from recsys.ops.linear_logp.recompute import SHORTEST
 
 MAX_SCORES = 2**24
@@ -64,7 +63,7 @@ class SharedVectors(NamedTuple):
 
 
 @register(pb.Retriever)
-class Retriever(Model):
+class Retriever(NextItemModel):
     """Embeds, preprocesses and mixes, then maps queries and items into one space.
 
     Args:
@@ -147,22 +146,6 @@ class Retriever(Model):
         if self.compare.encode is not None:
             queries += self.compare.encode.flops(shared)
         return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + queries
-
-    def metrics(self) -> dict[str, Metric]:
-        """Builds the metrics, by their names."""
-        chosen = [pick(choice) for choice in self.metric_choices]
-        built = [metric.cls(metric.config) for metric in chosen]
-        return {metric.name: metric for metric in built}
-
-    def metric_rows(self, outputs: RetrieverOutputs, batch: Batch) -> MetricRows:
-        """Returns rank and weight of each candidate, for a batch whose negatives are the whole catalogue."""
-        ranks = self.ranks(outputs, batch)
-        weights = torch.repeat_interleave(
-            batch.sample_weight, batch.num_candidates, output_size=ranks.shape[0]
-        )
-        if self.leaves_out_repeated:
-            weights = weights * ~batch.repeated
-        return {"": (ranks, weights)}
 
     def ranks(self, outputs: RetrieverOutputs, batch: Batch) -> Tensor:
         """Returns the rank of each candidate in the catalogue, int64 [N]; 1 is the best.
@@ -301,26 +284,3 @@ class NextItemLoss(nn.Module):
             log_weights=log_weights,
             l2_normalize=self.l2_normalize,
         )
-
-
-def last_of_each(values: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the last entry of each of B lists, [n, E] -> [B, E]; zeros for an empty list."""
-    return gather_rows(values, torch.where(lengths > 0, lengths.cumsum(0) - 1, -1))
-
-
-def position_weights(batch: Batch, weight_column: str) -> Tensor:
-    """Returns the weight of each position, [U]: the weight of the event that it predicts.
-
-    Args:
-        batch: the batch.
-        weight_column: column with weights of events or of rows; empty for the weights of rows alone.
-    """
-    count, row_weights = batch.uih_timestamps.shape[0], batch.sample_weight
-    of_rows = bool(weight_column) and features.side_of(weight_column) == pb.USER
-    if of_rows:
-        row_weights = row_weights * batch.weights[weight_column]
-    weights = torch.repeat_interleave(row_weights, batch.uih_lengths, output_size=count)
-    if not weight_column or of_rows:
-        return weights
-    none = torch.zeros_like(batch.sample_weight)
-    return weights * following(batch.weights[weight_column], batch.uih_lengths, last=none)

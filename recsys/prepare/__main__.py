@@ -8,11 +8,8 @@
 `python -m recsys.prepare csv --help` lists the flags of the first, and so on. Exit codes: 2 usage, 3 data.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 
-from recsys.flags import Parser, split_command
 from recsys.prepare import command, csv, kuairand, movielens, sequences
 
 TOOLS = {
@@ -25,16 +22,7 @@ TOOLS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tool that the first argument names with the flags after it, and returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = Parser(
-        prog=command.PROGRAM,
-        usage=f"{command.PROGRAM} {{{','.join(TOOLS)}}} ...",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    tool, rest = split_command(parser, TOOLS, arguments)
-    return command.run(TOOLS[tool], rest)
+    return command.run_tool(command.PROGRAM, __doc__, TOOLS, arguments)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from recsys import files
 from recsys.errors import ConfigError, RecsysError
-from recsys.flags import Parser, closed_pipe, positive
+from recsys.flags import Parser, closed_pipe, positive, split_command
 from recsys.prepare.downloads import download, location
 from recsys.prepare.starter_config import train_command
 
@@ -35,6 +35,31 @@ def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = 
         sys.stderr.write("interrupted; nothing was written\n")
         return 130
     return 0
+
+
+def run_tool(
+    program: str,
+    description: str | None,
+    tools: Mapping[str, Callable[[list[str] | None], None]],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Runs the tool that the first argument names with the flags after it, and returns the exit code.
+
+    Args:
+        program: name of the command in messages.
+        description: text of its `--help`.
+        tools: function by the name of the tool.
+        arguments: those of the command line; None for `sys.argv`.
+    """
+    parser = Parser(
+        prog=program,
+        usage=f"{program} {{{','.join(tools)}}} ...",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    tool, rest = split_command(parser, tools, sys.argv[1:] if arguments is None else arguments)
+    return run(tools[tool], rest)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

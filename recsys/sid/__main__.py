@@ -9,12 +9,9 @@
 5 a library is missing.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 
-from recsys.flags import Parser, split_command
-from recsys.prepare.command import run
+from recsys.prepare.command import run_tool
 from recsys.sid import command
 
 TOOLS = {"embed": command.embed, "fit": command.fit, "report": command.report, "append": command.append}
@@ -22,16 +19,7 @@ TOOLS = {"embed": command.embed, "fit": command.fit, "report": command.report, "
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tool that the first argument names with the flags behind it, and returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = Parser(
-        prog=command.PROGRAM,
-        usage=f"{command.PROGRAM} {{{','.join(TOOLS)}}} ...",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    tool, rest = split_command(parser, TOOLS, arguments)
-    return run(TOOLS[tool], rest)
+    return run_tool(command.PROGRAM, __doc__, TOOLS, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from recsys.data.schema.vocabulary import mappings
 from recsys.errors import DataError
 from recsys.models import CodeGenerator, build_model
 from tests.integration.runs import command, evaluate, records
-from tests.modules.pipelines import batch_of, generator_pipeline, random_row, random_rows
+from tests.modules.pipelines import batch_of, generator_pipeline, random_row, random_rows, with_another_future
 from tests.tools.bundles import movielens_codes, write_codes
 
 SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
@@ -96,14 +96,7 @@ def test_the_future_does_not_reach_the_past(model, pipeline):
     row, other = random_row(pipeline, 6, 1), random_row(pipeline, 6, 1, seed=9)
     before = model(batch_of(pipeline, [row]))
     for cut in range(1, 6):
-        spliced = {
-            "uih_item_id": row.values["uih_item_id"][:cut] + other.values["uih_item_id"][cut:],
-            "uih_actions": row.uih_actions[:cut] + [1 - action % 2 for action in row.uih_actions[cut:]],
-            # The time of the next event is known when its request comes, later times are not.
-            "uih_timestamps": row.uih_timestamps[: cut + 1] + other.uih_timestamps[cut + 1 :],
-            "request_time": other.request_time,
-        }
-        after = model(batch_of(pipeline, [row.changed(**spliced)]))
+        after = model(batch_of(pipeline, [with_another_future(row, other, cut)]))
         assert torch.equal(after.states[:cut], before.states[:cut])
         assert torch.equal(after.losses[: cut - 1], before.losses[: cut - 1])
         assert not torch.isclose(after.states[cut:], before.states[cut:]).all(1).any()

@@ -6,7 +6,8 @@ import torch
 from torch.nn.functional import normalize
 
 from recsys.models import Retriever, build_model
-from recsys.models.retriever import RetrieverOutputs, last_of_each
+from recsys.models.next_item import last_of_each
+from recsys.models.retriever import RetrieverOutputs
 from recsys.training.evaluator import evaluate
 from tests.modules.pipelines import (
     RETRIEVER,
@@ -16,6 +17,7 @@ from tests.modules.pipelines import (
     pipeline_of,
     random_row,
     random_rows,
+    with_another_future,
 )
 
 SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
@@ -65,14 +67,7 @@ def test_the_future_does_not_reach_the_past(model, pipeline):
     before = model(batch_of(pipeline, [row])).queries
     other = random_row(pipeline, 6, 1, seed=9)
     for cut in range(1, 6):
-        spliced = {
-            "uih_item_id": row.values["uih_item_id"][:cut] + other.values["uih_item_id"][cut:],
-            "uih_actions": row.uih_actions[:cut] + [1 - action % 2 for action in row.uih_actions[cut:]],
-            # The time of the next event is known when its request comes, later times are not.
-            "uih_timestamps": row.uih_timestamps[: cut + 1] + other.uih_timestamps[cut + 1 :],
-            "request_time": other.request_time,
-        }
-        after = model(batch_of(pipeline, [row.changed(**spliced)])).queries
+        after = model(batch_of(pipeline, [with_another_future(row, other, cut)])).queries
         assert torch.equal(after[:cut], before[:cut])
         assert not torch.isclose(after[cut:], before[cut:]).all(1).any()
 

@@ -248,6 +248,18 @@ def generator_pipeline(folder: Path, codes: np.ndarray, more: str = "") -> pb.Pi
     return pipeline_of(text + more, f'model {{ generator {{ bundle: "{folder}/bundle" }} }}')
 
 
+def with_another_future(row: Row, other: Row, cut: int) -> Row:
+    """Row with its first `cut` events and those of another row after them; of the later times only the next
+    event's stays, which is known when its request comes.
+    """
+    return row.changed(
+        uih_item_id=row.values["uih_item_id"][:cut] + other.values["uih_item_id"][cut:],
+        uih_actions=row.uih_actions[:cut] + [1 - action % 2 for action in row.uih_actions[cut:]],
+        uih_timestamps=row.uih_timestamps[: cut + 1] + other.uih_timestamps[cut + 1 :],
+        request_time=other.request_time,
+    )
+
+
 def random_rows(pipeline: pb.Pipeline, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Row]:
     """A row for each (events, candidates)."""
     return [random_row(pipeline, *size, seed=100 * seed + i) for i, size in enumerate(sizes)]
