@@ -129,13 +129,8 @@ class CodeGenerator(NextItemModel):
     def _states(self, batch: Batch) -> Tensor:
         """Returns what the decoder reads at each event, [U, E]."""
         tokens = self.embed_codes(self.codes[batch.ids[self.history].values()])
-        embeddings = _with_column(self.embed(batch), self.history, tokens)
+        embeddings = self.embed(batch) | {self.history: tokens}
         return self.mix(self.preprocess(embeddings, batch).sequence).history()
-
-
-@torch.fx.wrap  # TorchRec's pipeline traces the model, and a tracer cannot look into the dict
-def _with_column(embeddings: dict[str, Tensor], name: str, values: Tensor) -> dict[str, Tensor]:
-    return embeddings | {name: values}
 
 
 class CodeLoss(nn.Module):

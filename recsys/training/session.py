@@ -28,6 +28,7 @@ from recsys.training.averaging import WeightAverage
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, gather, on_main, shard
 from recsys.training.optimizers import ScheduledOptimizer
+from recsys.training.recorded_step import recorder_for
 from recsys.training.resume import (
     changed_schedule,
     differences,
@@ -264,6 +265,7 @@ def _build(
             log.warning("%s: %s", finding.path, finding.text)
     step = TrainStep(model)
     wrapped = shard(step, pipeline, processes)
+    step.loss_of_vectors.recorder = recorder_for(model, pipeline, processes.device, processes.world_size)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps)
     seed_everything(_seed(pipeline, processes.rank, 0))
     return Session(

@@ -18,6 +18,7 @@ from recsys.data.batch import Batch
 from recsys.data.counts import Counts
 from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses, Model
+from recsys.training.recorded_step import LossOfVectors
 from recsys.training.signals import HANDLED
 
 
@@ -98,17 +99,22 @@ class PendingResult:
 
 
 class TrainStep(nn.Module):
-    """Model and objective as one module: batch in, (loss to differentiate, PendingResult) out."""
+    """Model and objective as one module: batch in, (loss to differentiate, PendingResult) out.
+
+    TorchRec's pipeline traces this forward pass. Only the lookup of embeddings has modules that it looks
+    into; a model may compute whatever it likes with the vectors.
+    """
 
     def __init__(self, model: Model):
         super().__init__()
         self.model = model
+        self.loss_of_vectors = LossOfVectors(model)
         self.sum_over_ranks = SumOverRanks(model.flops)
 
     def forward(self, batch: Batch) -> tuple[Tensor, PendingResult]:
         """Runs the model on a batch of any size."""
-        outputs = self.model(batch)
-        losses = self.model.objective(outputs, batch)
+        looked_up = self.model.embed.look_up(batch)
+        losses = self.loss_of_vectors(looked_up, batch)
         return self.sum_over_ranks(losses, batch)
 
 
