@@ -31,10 +31,13 @@ class Parser(argparse.ArgumentParser):
         """Parses arguments; if a shell asks for completions, prints them and ends the process."""
         if COMPLETING in os.environ:
             _complete(self)
+        self._arguments = args
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake and ends the process with exit code 2."""
+        if message.startswith("the following arguments are required"):
+            message = self._unrecognized() or message
         unknown = message.removeprefix("unrecognized arguments: ").split()
         flags = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
         hints = []
@@ -42,6 +45,14 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
             hints += [f"Did you mean {near[0]}? "] if near and argument.startswith("-") else []
         self.exit(2, f"{self.prog}: {message}. {''.join(hints)}--help lists the flags.\n")
+
+    def _unrecognized(self) -> str | None:
+        """Returns argparse's message about unknown arguments, which argparse itself does not check while a
+        required flag is missing: that flag may be there, but misspelled."""
+        for action in self._actions:
+            action.required = False
+        unknown = self.parse_known_args(self._arguments)[1]
+        return f"unrecognized arguments: {' '.join(unknown)}" if unknown else None
 
 
 class PrintVersions(argparse.Action):
