@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=PrintVersions, help="print versions, stop")
     try:
-        name, rest = split_command(parser, COMMANDS, sys.argv[1:] if arguments is None else arguments)
-        return importlib.import_module(COMMANDS[name].module).main(rest)
+        name, flags = split_command(parser, COMMANDS, sys.argv[1:] if arguments is None else arguments)
+        return importlib.import_module(COMMANDS[name].module).main(flags)
     except BrokenPipeError:
         return closed_pipe()
 

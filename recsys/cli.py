@@ -83,7 +83,7 @@ def main(
         config_file: returns the path of a package's resolved config; the files that the config names are not
             looked up.
     """
-    parser = _parser(command, run, needs_config, own_config=config_file is not None)
+    parser = _parser(command, run, needs_config, packaged_config=config_file is not None)
     if add_flags is not None:
         add_flags(parser)
     flags = parser.parse_args(argv)
@@ -261,14 +261,14 @@ def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
 
 
 def _parser(
-    command: str, run: Callable[[Call], None], needs_config: bool, *, own_config: bool
+    command: str, run: Callable[[Call], None], needs_config: bool, *, packaged_config: bool
 ) -> argparse.ArgumentParser:
     description = (run.__doc__ or "").strip().split("\n")[0]
     parser = Parser(f"python -m recsys.{command}", description=description, allow_abbrev=False)
     shared = parser.add_argument_group("shared flags")
     wanted = "needed, unless --run-dir is the folder of a run" if needs_config else "optional"
     # Commands that find their config themselves accept the flag too, to explain this if it is given.
-    about = argparse.SUPPRESS if own_config else f"the .config file; {wanted}"
+    about = argparse.SUPPRESS if packaged_config else f"the .config file; {wanted}"
     shared.add_argument("--config", metavar="FILE", help=about)
     shared.add_argument(
         "--set",
@@ -287,7 +287,7 @@ def _parser(
         help="import a Python module that adds components of its own, see docs/extending.md; a run remembers "
         "it; may be repeated",
     )
-    default = "" if own_config else " (default: runs/<name of the config>)"
+    default = "" if packaged_config else " (default: runs/<name of the config>)"
     shared.add_argument("--run-dir", metavar="DIR", help=f"folder of the run{default}")
     shared.add_argument(
         "--validate", action="store_true", help="check the config, print ok or all findings, stop"

@@ -96,16 +96,16 @@ def check_versions(versions: dict[str, str]) -> Iterator[CheckResult]:
         return
     row = environment.tested_row(torch)
     if row is None:
-        known = ", ".join(row.torch for row in environment.TESTED)
+        tested = ", ".join(row.torch for row in environment.TESTED)
         yield CheckResult(
-            "error", "torch", f"{torch}; tested: {known}", f"pip uninstall -y torch && {REINSTALL}"
+            "error", "torch", f"{torch}; tested: {tested}", f"pip uninstall -y torch && {REINSTALL}"
         )
         return
     yield CheckResult("ok", "torch", torch)
     for name, wanted in (("fbgemm-gpu", row.fbgemm), ("torchrec", row.torchrec), ("torchmetrics", "1.0.3")):
-        found = versions.get(name, "not installed")
-        right = found.split("+")[0] == wanted
-        detail = found if right else f"{found}; torch {row.torch} wants {wanted}"
+        installed = versions.get(name, "not installed")
+        right = installed.split("+")[0] == wanted
+        detail = installed if right else f"{installed}; torch {row.torch} wants {wanted}"
         yield CheckResult("ok" if right else "error", name, detail, "" if right else REINSTALL)
 
 
@@ -201,7 +201,7 @@ def explain_ops() -> str:
         q = torch.zeros(5, 2, 16, dtype=dtype, device=device)
         row, scale = q.flatten(1), torch.ones(32, device=device)
         square, place = torch.zeros(32, 32, device=device), torch.zeros(5, dtype=torch.int64, device=device)
-        found = (
+        table_kinds = (
             ops.explain("hstu_attention", q, q, q, layout, scale_len=8),
             ops.explain("hstu_attention_cached", q, q, q, layout, q, q, layout, scale_len=8),
             ops.explain("softmax_attention", q, q, q, layout),
@@ -213,7 +213,7 @@ def explain_ops() -> str:
             ops.explain("gather_rows", [row, row], place),
             ops.explain("bucket_embedding", row, [row], [place]),
         )
-        tables += [f"{dtype}: {one}" for one in found]
+        tables += [f"{dtype}: {kind}" for kind in table_kinds]
     return "\n".join(tables)
 
 
@@ -251,7 +251,7 @@ def compile_a_package() -> str:
         exported = torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
         path = inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "tiny.pt2"))
         package = inductor.aoti_load_package(path)
-        other = torch.linspace(-1, 1, 3 * 4).view(3, 4)
-        if not torch.allclose(package(other), model(other), atol=1e-5):
+        larger_input = torch.linspace(-1, 1, 3 * 4).view(3, 4)
+        if not torch.allclose(package(larger_input), model(larger_input), atol=1e-5):
             raise WrongResult("a compiled package disagrees with the model that it was made from")
     return "compiled, loaded, equal to eager"

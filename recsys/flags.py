@@ -137,8 +137,8 @@ def between(least: float, most: float, kind: type[int] | type[float] = int) -> C
             value = float("nan")
         if not least <= value <= most:
             noun = "an integer" if kind is int else "a number"
-            what = f"{shortened(text)} is not {noun} from {least:g} to {most:g}"
-            raise argparse.ArgumentTypeError(what)
+            problem = f"{shortened(text)} is not {noun} from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(problem)
         return value
 
     return parse

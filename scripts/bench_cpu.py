@@ -112,7 +112,9 @@ def bench_reader(folder: Path) -> Result:
         f"{statistics.median(ours):,.0f} rows/s, plain pyarrow {of_dataset:,.0f} as a dataset, "
         f"{of_file:,.0f} as a file"
     )
-    ratio = statistics.median(mine / max(theirs) for mine, theirs in zip(ours, plain, strict=True))
+    ratio = statistics.median(
+        our_time / max(their_times) for our_time, their_times in zip(ours, plain, strict=True)
+    )
     return Result("reader", detail, ratio, bar=0.5)
 
 
@@ -231,11 +233,11 @@ def check_same_gradients(jagged: nn.Module, batch: Batch, padded: nn.Module, fil
     """Raises AssertionError when loss or gradients of the two forms, without dropout, differ by more than
     rounding.
     """
-    found = []
+    results = []
     for form, data in ((jagged.eval(), batch), (padded.eval(), filled)):
         loss = mean_loss(form(data))
-        found.append([loss, *torch.autograd.grad(loss, list(form.parameters()), materialize_grads=True)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([loss, *torch.autograd.grad(loss, list(form.parameters()), materialize_grads=True)])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 + 1e-4 * float(ours.detach().abs().max()))
 
 

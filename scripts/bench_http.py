@@ -148,11 +148,11 @@ async def measure(flags: argparse.Namespace) -> None:
     print("| ---: | ---: | ---: | ---: | ---: | ---: | --- |")
     for rate in flags.rate:
         began, cpu = time.perf_counter(), time.process_time()
-        found = await offer(client, path, bodies, rate, flags.seconds)
+        offered = await offer(client, path, bodies, rate, flags.seconds)
         busy = (time.process_time() - cpu) / (time.perf_counter() - began)
-        times = [f"{1000 * percentile(found.seconds, share):.1f}" for share in (0.5, 0.9, 0.99)]
-        answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(found.statuses.items()))
-        numbers = [f"{rate:g}", f"{found.throughput:.0f}", *times, f"{100 * busy:.0f} %", answers]
+        times = [f"{1000 * percentile(offered.seconds, share):.1f}" for share in (0.5, 0.9, 0.99)]
+        answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(offered.statuses.items()))
+        numbers = [f"{rate:g}", f"{offered.throughput:.0f}", *times, f"{100 * busy:.0f} %", answers]
         print(f"| {' | '.join(numbers)} |", flush=True)
     client.close()
 

@@ -95,11 +95,11 @@ def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str
     """Return all cases for one width and type."""
     layout, row = layout_of(tokens, device), width * dtype.itemsize
     events = layout.total_len - SAMPLES * (CONTEXTUAL + TARGETS)
-    found = []
+    cases = []
     for sources in (3, 4):
         sizes = [SAMPLES * CONTEXTUAL, *_parts(events, sources - 2), SAMPLES * TARGETS]
         index, inverse = layout.assemble_index(), layout.disassemble_index()
-        found.append(
+        cases.append(
             Case(
                 "gather_rows",
                 f"assemble {sources} sources",
@@ -111,13 +111,13 @@ def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str
                 (2 * layout.total_len * row,) * 2,
             )
         )
-    found += [
+    cases += [
         _channels(layout, width, dtype, device, backend),
         _truncate(layout, width, dtype, device, backend),
     ]
     if dtype == torch.float32:
-        found += [_embed(layout, width, hot, device, backend) for hot in (0.0, 0.8)]
-    return found
+        cases += [_embed(layout, width, hot, device, backend) for hot in (0.0, 0.8)]
+    return cases
 
 
 def _parts(total: int, count: int) -> list[int]:
@@ -127,14 +127,14 @@ def _parts(total: int, count: int) -> list[int]:
 def _channels(layout: SequenceLayout, width: int, dtype: torch.dtype, device: str, backend: str) -> Case:
     """Make two channels with two thirds of the tokens each: one third is in both."""
     total = layout.total_len
-    own = torch.arange(total, device=device)
-    maps = [own[own % 3 != skipped] for skipped in (0, 1)]
-    rows = sum(len(one) for one in maps)
+    rows_of_x = torch.arange(total, device=device)
+    maps = [rows_of_x[rows_of_x % 3 != skipped] for skipped in (0, 1)]
+    rows = sum(len(index) for index in maps)
     return Case(
         "gather_rows",
         "channels",
         lambda x: gather_rows(x, maps, backend=backend),
-        lambda x: torch.cat([x.index_select(0, one) for one in maps]),
+        lambda x: torch.cat([x.index_select(0, index) for index in maps]),
         [leaf(total, width, dtype, device)],
         (2 * rows * width * dtype.itemsize, (rows + total) * width * dtype.itemsize),
     )
@@ -162,7 +162,10 @@ def _embed(layout: SequenceLayout, width: int, hot: float, device: str, backend:
     scale = width**0.5
 
     def plain(x: Tensor, *tables: Tensor) -> Tensor:
-        return sum((F.embedding(own, table) for own, table in zip(buckets, tables, strict=True)), x * scale)
+        return sum(
+            (F.embedding(positions, table) for positions, table in zip(buckets, tables, strict=True)),
+            x * scale,
+        )
 
     return Case(
         "bucket_embedding",
@@ -176,17 +179,17 @@ def _embed(layout: SequenceLayout, width: int, hot: float, device: str, backend:
 
 def error_of(case: Case) -> float:
     """Return the error of the output and all gradients relative to the allowed one; above 1 is wrong."""
-    found = []
-    wide = [one.detach().double().requires_grad_() for one in case.leaves]
+    results = []
+    wide = [leaf.detach().double().requires_grad_() for leaf in case.leaves]
     for way, leaves in ((case.ours, case.leaves), (case.theirs, case.leaves), (case.theirs, wide)):
         out = way(*leaves)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
         cotangent = cotangent.to(case.leaves[0].dtype).to(out.dtype)
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, cotangent)])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, cotangent)])
     worst = 0.0
-    for got, other, right in zip(*found, strict=True):
+    for got, reference, right in zip(*results, strict=True):
         for size in (torch.linalg.vector_norm, lambda difference: difference.abs().max()):
-            allowed = FACTOR * size(other.double() - right) + 1e-7 * size(right) + 1e-30
+            allowed = FACTOR * size(reference.double() - right) + 1e-7 * size(right) + 1e-30
             error = float(size(got.double() - right) / allowed)
             worst = max(worst, error if error == error else float("inf"))
     return worst
@@ -233,7 +236,7 @@ def measure(run: Callable[[int], object], context: Context) -> tuple[float, floa
         return ms, 1e3 * ms
     for number in range(3):
         run(number)
-    found = []
+    timings = []
     for number in range(context.repeats):
         torch.cuda.synchronize()
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -244,8 +247,8 @@ def measure(run: Callable[[int], object], context: Context) -> tuple[float, floa
         host = time.perf_counter() - start
         last.record()
         torch.cuda.synchronize()
-        found.append((first.elapsed_time(last), 1e6 * host))
-    return statistics.median(ms for ms, _ in found), statistics.median(host for _, host in found)
+        timings.append((first.elapsed_time(last), 1e6 * host))
+    return statistics.median(ms for ms, _ in timings), statistics.median(host for _, host in timings)
 
 
 def passes(case: Case, way: Way) -> tuple[Callable[[int], object], Callable[[int], object]]:
@@ -299,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape = f"T{tokens} E{width} {str(dtype).removeprefix('torch.')}"
         names = [case.name for case in cases(64, width, dtype, device, options.backend)]
         for number, name in enumerate(names):
-            if options.case and not any(one in f"{name} {shape}" for one in options.case):
+            if options.case and not any(wanted in f"{name} {shape}" for wanted in options.case):
                 continue
             made = bench(
                 lambda size, kind=(width, dtype), place=number: cases(size, *kind, device, options.backend)[

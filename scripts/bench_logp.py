@@ -149,7 +149,7 @@ def by_held(inputs: Inputs) -> list[Tensor]:
 
 
 def with_gradients(inputs: Inputs, outs: list[Tensor]) -> list[Tensor]:
-    given = [one.to(out.dtype) for one, out in zip(inputs.cotangents, outs, strict=False)]
+    given = [cotangent.to(out.dtype) for cotangent, out in zip(inputs.cotangents, outs, strict=False)]
     return [*(out.detach() for out in outs), *torch.autograd.grad(outs, inputs.leaves, given)]
 
 
@@ -158,7 +158,7 @@ def from_scores(inputs: Inputs) -> list[Tensor]:
     size, weight = max(1, CHUNK_SCORES // inputs.weight.shape[0]), inputs.weight
     of_rows = (inputs.hidden.detach(), inputs.target, *inputs.cotangents)
     kept, of_weight = [], torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    for hidden, target, *cotangents in zip(*(one.split(size) for one in of_rows), strict=True):
+    for hidden, target, *cotangents in zip(*(tensor.split(size) for tensor in of_rows), strict=True):
         part = Inputs(hidden.requires_grad_(), weight, target, cotangents)
         *rows, share = with_gradients(part, by_scores(part))
         kept.append(rows)
@@ -171,9 +171,11 @@ def sizes(matrix: Tensor, chosen: Tensor, less: Tensor | None = None) -> Tensor:
     less = matrix.new_zeros(1).expand(matrix.shape) if less is None else less
     squares = largest = torch.zeros((), dtype=torch.float64, device=matrix.device)
     rows = max(1, COMPARED_NUMBERS // max(1, matrix[:1].numel()))
-    for one, two, which in zip(matrix.split(rows), less.split(rows), chosen.split(rows), strict=True):
+    for block, other_block, which in zip(
+        matrix.split(rows), less.split(rows), chosen.split(rows), strict=True
+    ):
         if which.any():
-            apart = one[which].double() - two[which].double()
+            apart = block[which].double() - other_block[which].double()
             squares, largest = squares + apart.square().sum(), torch.maximum(largest, apart.abs().max())
     return torch.stack([squares.sqrt(), largest])
 
@@ -182,7 +184,7 @@ def widest_error(case: Case, device: str, backend: str) -> float:
     """The largest error of an output or gradient relative to the allowed one; above 1 is wrong."""
     inputs = make_inputs(case._replace(rows=min(case.rows, CHECKED_ROWS)), device, seed=1)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
-    exact = Inputs(wide[0], wide[1], inputs.target, [one.double() for one in inputs.cotangents])
+    exact = Inputs(wide[0], wide[1], inputs.target, [cotangent.double() for cotangent in inputs.cotangents])
     ours = with_gradients(inputs, by_op(inputs, backend))
     if backend not in ("auto", last_backend("linear_logp")):
         raise RuntimeError(f"{backend} was asked for, {last_backend('linear_logp')} ran")
@@ -192,8 +194,8 @@ def widest_error(case: Case, device: str, backend: str) -> float:
     is_target[inputs.target] = True
     worst = 0.0
     for place, chosen in ((0, all_rows), (1, all_rows), (2, all_rows), (3, is_target), (3, ~is_target)):
-        got, other, right = ours[place], theirs[place], want[place]
-        allowed = FACTOR * sizes(other, chosen, right) + 1e-3 * sizes(right, chosen)
+        got, reference, right = ours[place], theirs[place], want[place]
+        allowed = FACTOR * sizes(reference, chosen, right) + 1e-3 * sizes(right, chosen)
         error = (sizes(got, chosen, right) / allowed.clamp(min=1e-30)).max()
         worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
     return worst

@@ -150,12 +150,12 @@ def cut(case: Case, inputs: Inputs, layout: SequenceLayout) -> CachedInputs:
         SequenceLayout(case.lengths - case.num_cached, targets),
         SequenceLayout(case.num_cached, None, case.num_contextual),
     )
-    rest, cached = (one.to(layout.device) for one in layouts)
+    new_layout, cached = (part.to(layout.device) for part in layouts)
     if bias is not None:
         tables = (bias.position_table.detach(), bias.time_table.detach())
         of_new = RelativeBias(*tables, bias.timestamps[new], bias.next_timestamps[new])
         bias = of_new.with_cache(bias.timestamps[~new])
-    return CachedInputs((q[new], k[new], v[new], rest, k[~new], v[~new], cached), bias)
+    return CachedInputs((q[new], k[new], v[new], new_layout, k[~new], v[~new], cached), bias)
 
 
 def attend(case: Case, inputs: Inputs | CachedInputs, layout: SequenceLayout, backend: str) -> Tensor:
@@ -215,11 +215,11 @@ def widest_error(case: Case, device: str, backend: str) -> float:
         ours = results_of(small, inputs, layout, backend)
     else:
         ours = results_of(small, cut(small, inputs, layout), layout, backend)
-        theirs, want = ([whole[0][new_rows(small, layout)]] for whole in (theirs, want))
+        theirs, want = ([results[0][new_rows(small, layout)]] for results in (theirs, want))
     worst = 0.0
-    for got, other, right in zip(ours, theirs, want, strict=True):
+    for got, reference, right in zip(ours, theirs, want, strict=True):
         norm = right.norm().clamp(min=1e-12)
-        allowed = FACTOR * (other.double() - right).norm() / norm + 1e-3
+        allowed = FACTOR * (reference.double() - right).norm() / norm + 1e-3
         error = (got.double() - right).norm() / norm / allowed
         worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
     return worst
@@ -254,12 +254,12 @@ def missing(case: Case, device: str, backend: str) -> str:
     )
     layout = small.layout().to(device)
     inputs = make_inputs(small, layout, seed=0)
-    rest = {"scale_len": 1.0, "bias": inputs.bias}
+    options = {"scale_len": 1.0, "bias": inputs.bias}
     if case.num_cached is None:
-        answers = explain(OP, inputs.q, inputs.k, inputs.v, layout, case.mask, **rest)
+        answers = explain(OP, inputs.q, inputs.k, inputs.v, layout, case.mask, **options)
     else:
         given = cut(small, inputs, layout)
-        answers = explain(CACHED_OP, *given.arguments, case.mask, **{**rest, "bias": given.bias})
+        answers = explain(CACHED_OP, *given.arguments, case.mask, **{**options, "bias": given.bias})
     support = dict(answers.rows).get(backend)
     if support is None:
         return f"{case.op} has no such backend"

@@ -36,5 +36,5 @@ def write(path: Path | None, records: Sequence[Any], *, grow: bool = False) -> N
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text()) if grow and path.exists() else []
-    path.write_text(json.dumps([*known, *map(as_json, records)], indent=1) + "\n")
+    earlier = json.loads(path.read_text()) if grow and path.exists() else []
+    path.write_text(json.dumps([*earlier, *map(as_json, records)], indent=1) + "\n")

@@ -114,7 +114,7 @@ def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device
     scoring = Scoring(pipeline, microbatch, device)
     uncached = (scoring.uncached() - right).abs().max()
     allowed = FACTOR * uncached + CLOSE * right.abs().max().clamp(min=1)
-    wrong = [(found - right).abs().max() for found in _with_a_cache(scoring)]
+    wrong = [(scores - right).abs().max() for scores in _with_a_cache(scoring)]
     error = float(torch.stack(wrong).max() / allowed)
     return error if error == error else float("inf")
 
@@ -122,7 +122,9 @@ def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device
 def difference_of(scoring: Scoring) -> float:
     """Returns the largest difference between cached and uncached scores at full size."""
     uncached = scoring.uncached()
-    far = [((found - uncached).abs() / uncached.abs().clamp(min=1)).max() for found in _with_a_cache(scoring)]
+    far = [
+        ((scores - uncached).abs() / uncached.abs().clamp(min=1)).max() for scores in _with_a_cache(scoring)
+    ]
     return float(torch.stack(far).max())
 
 
@@ -157,14 +159,14 @@ def build(
 def times_of(scoring: Scoring, repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of each way, in turns; with the suffix `IN_A_ROW`, of a call among others."""
     ways = ("uncached", "one_pass", "prefill", "cached", "pieces")
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    found |= {way + IN_A_ROW: [] for way in QUEUED}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    times |= {way + IN_A_ROW: [] for way in QUEUED}
     for _ in range(repeats):
         for way in ways:
-            found[way].append(_milliseconds(getattr(scoring, way), device))
+            times[way].append(_milliseconds(getattr(scoring, way), device))
         for way in QUEUED:
-            found[way + IN_A_ROW].append(_milliseconds(getattr(scoring, way), device, CALLS))
-    return found
+            times[way + IN_A_ROW].append(_milliseconds(getattr(scoring, way), device, CALLS))
+    return times
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
@@ -189,13 +191,13 @@ def record_of(
     commit: str,
 ) -> Record:
     """Collects the results of a variant."""
-    stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
+    stacks = [entry.hstu for entry in pipeline.model.ranker.mixer.mixture.stacks]
     stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
-    middle = {way: statistics.median(own) for way, own in times.items()}
+    middle = {way: statistics.median(way_times) for way, way_times in times.items()}
 
     def ratio(way: str, suffix: str = IN_A_ROW) -> float | None:
         pairs = zip(times.get("uncached" + suffix, ()), times.get(way + suffix, ()), strict=True)
-        return statistics.median(slow / own for slow, own in pairs) if times else None
+        return statistics.median(slow / way_times for slow, way_times in pairs) if times else None
 
     total = shape.batch * shape.candidates
     return Record(
@@ -303,7 +305,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = Path(__file__).with_name("bench_step.config")
     parser.add_argument("--config", type=Path, default=default)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE")
-    for name, value, what in (
+    for name, value, meaning in (
         ("history", 4096, "events of each row"),
         ("rows", 8, "rows that are scored together"),
         ("candidates", 2048, "candidates of each row"),
@@ -313,7 +315,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("tail", 1024, "newest events behind a truncation"),
         ("repeats", 10, "times that each way counts"),
     ):
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{meaning}; default: {value}")
     parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
     parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="repeatable")
     parser.add_argument("--record", type=Path, help="file for the list of results")

@@ -93,21 +93,21 @@ def error_of(base: pb.Pipeline, name: str, shape: Shape, device: torch.device) -
     short = replace(shape, history=history, batch=2, tail=min(shape.tail, max(1, history // CHECKED_TAIL)))
     pipeline = variant_of(base, name, short)
     batch = batches_of(pipeline, device)[0]
-    found = []
+    results = []
     for backend, precision in (
         (shape.backend, pipeline.model.precision),
         ("reference", pipeline.model.precision),
         ("reference", pb.FP32),
     ):
-        one = variant_of(base, name, replace(short, backend=backend))
-        one.model.precision = precision
+        variant = variant_of(base, name, replace(short, backend=backend))
+        variant.model.precision = precision
         torch.manual_seed(0)
-        found.append(loss_and_gradients(build_model(one).to(device).eval(), batch))
-    everything = float(torch.cat([part.flatten() for part in found[2]]).norm())
+        results.append(loss_and_gradients(build_model(variant).to(device).eval(), batch))
+    everything = float(torch.cat([part.flatten() for part in results[2]]).norm())
     worst = 0.0
-    for got, other, right in zip(*found, strict=True):
+    for got, reference, right in zip(*results, strict=True):
         norm = float(right.norm())
-        allowed = FACTOR * float((other - right).norm()) + 1e-3 * norm + 1e-6 * everything
+        allowed = FACTOR * float((reference - right).norm()) + 1e-3 * norm + 1e-6 * everything
         error = float((got - right).norm()) / max(allowed, 1e-30)
         worst = max(worst, error if error == error else float("inf"))
     return worst
@@ -131,7 +131,7 @@ class Runner:
 
     def __init__(self, pipeline: pb.Pipeline, device: torch.device):
         self.device = device
-        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        baseline_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         self.batches = batches_of(pipeline, device)
         torch.manual_seed(0)
         self.model = build_model(pipeline).to(device).train()
@@ -144,7 +144,7 @@ class Runner:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.step(1)
-            self.peak_bytes = torch.cuda.max_memory_allocated(device) - held
+            self.peak_bytes = torch.cuda.max_memory_allocated(device) - baseline_bytes
 
     def step(self, number: int) -> float:
         """Milliseconds of a training step."""
@@ -192,12 +192,14 @@ def record_of(
     name: str, runner: Runner | None, full: Runner | None, pipeline: pb.Pipeline, shape: Shape, commit: str
 ) -> Record:
     """Collects the results of a variant."""
-    stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
+    stacks = [entry.hstu for entry in pipeline.model.ranker.mixer.mixture.stacks]
     stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
     ms = statistics.median(runner.times) if runner else None
     speedup = None
     if runner and full:
-        speedup = statistics.median(slow / own for slow, own in zip(full.times, runner.times, strict=True))
+        speedup = statistics.median(
+            slow / time_of_runner for slow, time_of_runner in zip(full.times, runner.times, strict=True)
+        )
     return Record(
         variant=name,
         backend=shape.backend,
@@ -275,7 +277,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".config"))
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE")
-    for name, value, what in (
+    for name, value, meaning in (
         ("history", 8192, "events of each row"),
         ("batch", 8, "rows of a batch"),
         ("candidates", 32, "candidates of each row"),
@@ -284,7 +286,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("tail", 1024, "newest events behind a truncation"),
         ("repeats", 10, "steps of each variant that count"),
     ):
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{meaning}; default: {value}")
     parser.add_argument("--split-layer", type=positive, help="layers in front of a truncation; default: half")
     parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
     parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="default: all; repeatable")

@@ -65,8 +65,8 @@ def results(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf
     """Output and all gradients, in float64."""
     out = forward(layer, x, layout, backend, bf16)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
-    found = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
-    return [tensor.detach().double() for tensor in (out, *found)]
+    gradients = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
+    return [tensor.detach().double() for tensor in (out, *gradients)]
 
 
 def widest_error(width: int, heads: int, device: str, backend: str) -> float:
@@ -76,9 +76,9 @@ def widest_error(width: int, heads: int, device: str, backend: str) -> float:
     ours, theirs = (results(layer, x, layout, name, bf16=True) for name in (backend, "reference"))
     right = results(layer.double(), x.detach().double().requires_grad_(), layout, "reference", bf16=False)
     worst = 0.0
-    for got, other, exact in zip(ours, theirs, right, strict=True):
+    for got, reference, exact in zip(ours, theirs, right, strict=True):
         norm = exact.norm().clamp(min=1e-12)
-        allowed = FACTOR * (other - exact).norm() / norm + 1e-3
+        allowed = FACTOR * (reference - exact).norm() / norm + 1e-3
         error = float((got - exact).norm() / norm / allowed)
         worst = max(worst, error if error == error else float("inf"))
     return worst

@@ -108,10 +108,10 @@ def make(
     return Problem(around(items).to(dtype), around(queries), gone, torch.full((queries,), removed), k)
 
 
-def fault(problem: Problem, found: TopK, *, exact: bool) -> str | None:
+def fault(problem: Problem, answer: TopK, *, exact: bool) -> str | None:
     """Describes the first fault in the answers of the first queries; None if there is none."""
     for row, scores in enumerate(problem.scores):
-        items, given = found.items[row].cpu(), found.scores[row].cpu().double()
+        items, given = answer.items[row].cpu(), answer.scores[row].cpu().double()
         if items.unique().numel() != len(items) or (scores[items] - given).abs().max() > CLOSE:
             return f"query {row}: items twice or removed, or their scores are not the inner products"
         best = scores.topk(problem.k).values

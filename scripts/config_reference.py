@@ -93,9 +93,9 @@ def read_protos(folder: Path) -> list[Commented]:
             != 0
         ):
             raise ValueError(f"protoc refused a file of {folder}; its message is above")
-        found = pb2.FileDescriptorSet.FromString(out.read_bytes()).file
+        described = pb2.FileDescriptorSet.FromString(out.read_bytes()).file
     order = {name: place for place, name in enumerate(FIRST)}
-    ordered = sorted(found, key=lambda file: (order.get(Path(file.name).stem, len(FIRST)), file.name))
+    ordered = sorted(described, key=lambda file: (order.get(Path(file.name).stem, len(FIRST)), file.name))
     return [Commented(file, _comments(file)) for file in ordered]
 
 
@@ -110,26 +110,26 @@ def _comments(file: pb2.FileDescriptorProto) -> dict[tuple[int, ...], str]:
 
 def without_comment(sources: list[Commented]) -> list[str]:
     """Full names of messages, fields, enums, enum values and options that no comment explains."""
-    found = []
+    unexplained = []
     for file, comments in sources:
         for name, path in _elements(file):
             if path not in comments:
-                found.append(name)
-    return found
+                unexplained.append(name)
+    return unexplained
 
 
 def _elements(file: pb2.FileDescriptorProto) -> list[tuple[str, tuple[int, ...]]]:
-    found = []
+    elements = []
     for number, message in enumerate(file.message_type):
         place = (_FILE_MESSAGE, number)
-        found.append((message.name, place))
+        elements.append((message.name, place))
         for index, field in enumerate(message.field):
-            found.append((f"{message.name}.{field.name}", (*place, _MESSAGE_FIELD, index)))
+            elements.append((f"{message.name}.{field.name}", (*place, _MESSAGE_FIELD, index)))
         for index, enum in enumerate(message.enum_type):
-            found += _enum_elements(enum, f"{message.name}.{enum.name}", (*place, _MESSAGE_ENUM, index))
+            elements += _enum_elements(enum, f"{message.name}.{enum.name}", (*place, _MESSAGE_ENUM, index))
     for number, enum in enumerate(file.enum_type):
-        found += _enum_elements(enum, enum.name, (_FILE_ENUM, number))
-    return found + [(option.name, (_FILE_OPTION, n)) for n, option in enumerate(file.extension)]
+        elements += _enum_elements(enum, enum.name, (_FILE_ENUM, number))
+    return elements + [(option.name, (_FILE_OPTION, n)) for n, option in enumerate(file.extension)]
 
 
 def _enum_elements(

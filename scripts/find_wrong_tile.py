@@ -67,7 +67,9 @@ def diagnose(got: Tensor, number: int, masked: list[Tensor], unmasked: list[Tens
         "added twice": 2 * masked[number],
         "missing": torch.zeros_like(masked[number]),
     }
-    guesses |= {f"masked like block {i}": other for i, other in enumerate(masked) if i != number}
+    guesses |= {
+        f"masked like block {i}": masked_block for i, masked_block in enumerate(masked) if i != number
+    }
     for name, guess in guesses.items():
         if error(got, guess) < TOLERANCE or (name == "missing" and not bool(got.any())):
             return f"WRONG: {name}"

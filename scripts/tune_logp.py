@@ -160,7 +160,7 @@ def problem(rows: int, candidates: int, width: int) -> tuple[Operands, RowOutput
     return operands, RowOutputs(*torch.stack(rows_found).unbind(0))
 
 
-def run(choice: Choice, operands: Operands, found: RowOutputs) -> RowOutputs | Gradients:
+def run(choice: Choice, operands: Operands, outputs: RowOutputs) -> RowOutputs | Gradients:
     """One pass with the chosen sizes; the gradient from above is -1 for each logp."""
     from recsys.ops.linear_logp import triton_ops
 
@@ -174,41 +174,41 @@ def run(choice: Choice, operands: Operands, found: RowOutputs) -> RowOutputs | G
         return triton_ops.fused_forward(operands, -1)
     of_weight = choice.direction == "of weight"
     wanted = RequestedGrads(not of_weight, of_weight, False, False)
-    return triton_ops.fused_backward(operands, found, -torch.ones_like(found.logp), None, wanted)
+    return triton_ops.fused_backward(operands, outputs, -torch.ones_like(outputs.logp), None, wanted)
 
 
-def run_at(choice: Choice, operands: Operands, found: RowOutputs, _: int) -> None:
+def run_at(choice: Choice, operands: Operands, outputs: RowOutputs, _: int) -> None:
     """`run` as `median_ms` calls it."""
-    run(choice, operands, found)
+    run(choice, operands, outputs)
 
 
 def check(choice: Choice) -> float:
     """Relative error against the reference."""
-    operands, found = problem(*CHECKED, choice.width)
-    want: RowOutputs | Gradients = found
+    operands, outputs = problem(*CHECKED, choice.width)
+    want: RowOutputs | Gradients = outputs
     if choice.direction != "forward":
         of_weight = choice.direction == "of weight"
-        upstream = OutputGrads(found.maximum, 1 / found.total, torch.expm1(found.logp))
+        upstream = OutputGrads(outputs.maximum, 1 / outputs.total, torch.expm1(outputs.logp))
         want = reference.backward(operands, upstream, RequestedGrads(not of_weight, of_weight, False, False))
     worst = 0.0
-    for got, right in zip(run(choice, operands, found), want, strict=True):
+    for got, right in zip(run(choice, operands, outputs), want, strict=True):
         if right is not None:
             error = (got.float() - right.float()).norm() / right.float().norm()
             worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
     return worst
 
 
-def passing(found: list[Choice], seconds: float) -> list[Choice]:
+def passing(choices: list[Choice], seconds: float) -> list[Choice]:
     """Those that compile and are right; the others are printed with their last line."""
     command = [sys.executable, __file__, "--check"]
     running = [
         subprocess.Popen(
             [*command, *map(str, choice)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        for choice in found
+        for choice in choices
     ]
     good, end = [], time.monotonic() + seconds
-    for choice, process in zip(found, running, strict=True):
+    for choice, process in zip(choices, running, strict=True):
         try:
             errors = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
         except subprocess.TimeoutExpired:
@@ -241,9 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     good = passing(list(choices(options.width)), options.seconds)
     for width in options.width:
-        operands, found = problem(options.rows, options.candidates, width)
-        for choice in (one for one in good if one.width == width):
-            ms = median_ms(partial(run_at, choice, operands, found), "cuda", options.repeats)
+        operands, outputs = problem(options.rows, options.candidates, width)
+        for choice in (passed for passed in good if passed.width == width):
+            ms = median_ms(partial(run_at, choice, operands, outputs), "cuda", options.repeats)
             flop = (2 if choice.direction == "forward" else 4) * options.rows * options.candidates * width
             line = (
                 f"D{width}",

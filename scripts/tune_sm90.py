@@ -62,8 +62,8 @@ def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
     """The layout on the GPU, and q, k, v as parts of one projection."""
     layout = SequenceLayout(lengths).to("cuda")
     torch.manual_seed(seed)
-    whole = torch.randn(layout.total_len, 3 * heads * dim, device="cuda", dtype=torch.bfloat16)
-    parts = [part.view(-1, heads, dim) for part in whole.split(heads * dim, 1)]
+    uvqk = torch.randn(layout.total_len, 3 * heads * dim, device="cuda", dtype=torch.bfloat16)
+    parts = [part.view(-1, heads, dim) for part in uvqk.split(heads * dim, 1)]
     return Problem(layout, AttentionMask(), dim**-0.5, 4096.0), parts
 
 
@@ -75,8 +75,8 @@ def check(dim: int, number: int) -> float:
     out = hopper_launch.forward(*parts, problem, choices_of(dim)[number]).double()
     want = reference.run(*(part.double() for part in parts), problem)
     theirs = reference.run(*parts, problem).double()
-    found = float((out - want).norm() / (2 * (theirs - want).norm() + 1e-3 * want.norm()))
-    return found if found == found else float("inf")
+    ratio = float((out - want).norm() / (2 * (theirs - want).norm() + 1e-3 * want.norm()))
+    return ratio if ratio == ratio else float("inf")
 
 
 def milliseconds(run) -> list[float]:
@@ -96,7 +96,7 @@ def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
 
     sets = [inputs(shape.lengths, shape.dim, shape.heads, seed) for seed in range(2)]
     flop, choices = useful_flop(shape), choices_of(shape.dim)
-    taken: dict[tuple[int, int], list[float]] = {one: [] for one in itertools.product(numbers, sections)}
+    taken: dict[tuple[int, int], list[float]] = {pair: [] for pair in itertools.product(numbers, sections)}
     for _round in range(ROUNDS):
         for (number, section), times in taken.items():
             hopper_launch.CACHED_BYTES = section * 2**20 if section else 2**60
@@ -106,9 +106,9 @@ def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
                 hopper_launch.forward(*parts, problem, sizes)
 
             times += milliseconds(run)
-    medians = {one: statistics.median(times) for one, times in taken.items()}
+    medians = {pair: statistics.median(times) for pair, times in taken.items()}
     print(shape.shape)
-    for (number, section), ms in sorted(medians.items(), key=lambda one: -one[1]):
+    for (number, section), ms in sorted(medians.items(), key=lambda pair: -pair[1]):
         speed = f"{ms:8.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s"
         print(f"{speed}  section {section:3d} MB  {choices[number]}", flush=True)
 
@@ -122,9 +122,9 @@ def main() -> int:
     parser.add_argument("--check", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:
-        found = check(*options.check)
-        print(f"{found:.2f} of the allowed error")
-        return 0 if found <= 1 else 1
+        ratio = check(*options.check)
+        print(f"{ratio:.2f} of the allowed error")
+        return 0 if ratio <= 1 else 1
     choices = [(dim, number) for dim in options.dim for number in range(len(choices_of(dim)))]
     command = [sys.executable, __file__, "--check"]
     running = [

@@ -104,8 +104,8 @@ def unknown(message: Message, name: str) -> str:
     for holder in HOLDERS:
         if fields.find(holder, name) is not None:
             return f"extends {holder.DESCRIPTOR.name}, and cannot stand in {message.DESCRIPTOR.name}"
-    known = [fields.name_of(field) for field in fields.extensions(message)]
-    if near := difflib.get_close_matches(name, known, n=1):
+    candidates = [fields.name_of(field) for field in fields.extensions(message)]
+    if near := difflib.get_close_matches(name, candidates, n=1):
         return f"{UNKNOWN}. Did you mean {near[0]}?"
     faults = "".join(f" ({fault})" for fault in _BROKEN.values())
     return f"{UNKNOWN}; give --import with the package that declares it{faults}"

@@ -95,10 +95,10 @@ class GivenScores:
         # The last column takes items that are not in the catalogue.
         scores = torch.cat([queries, queries.new_zeros(rows, 1)], dim=1)
         row = torch.repeat_interleave(torch.arange(rows), removed_lengths)
-        known = (removed >= 0) & (removed < num_items)
-        scores[row, torch.where(known, removed, num_items)] = -torch.inf
-        found = scores[:, :num_items].sort(dim=1, descending=True, stable=True)
-        best, items = found.values[:, :k], found.indices[:, :k]
+        is_item = (removed >= 0) & (removed < num_items)
+        scores[row, torch.where(is_item, removed, num_items)] = -torch.inf
+        ranked = scores[:, :num_items].sort(dim=1, descending=True, stable=True)
+        best, items = ranked.values[:, :k], ranked.indices[:, :k]
         return TopK(best, torch.where(best == -torch.inf, -1, items))
 
     def recall(self) -> None:
@@ -132,8 +132,8 @@ class FaissIndex:
         """
         asked, gone = queries.numpy(), _Removed.of(removed, removed_lengths, len(self._vectors))
         answer = self._ordered(asked, self._look_up(asked, k, gone))
-        left = np.minimum(k, len(self._vectors) - gone.counts)
-        enough = (answer.items.numpy() >= 0).sum(axis=1) >= left
+        available = np.minimum(k, len(self._vectors) - gone.counts)
+        enough = (answer.items.numpy() >= 0).sum(axis=1) >= available
         # For a query of zeros all items have the same score, so the order of the catalogue decides.
         served = enough & asked.any(axis=1)
         measured = np.flatnonzero(served)[: max(self._config.recall_rows - self._rows, 0)]

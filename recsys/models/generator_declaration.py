@@ -29,11 +29,11 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
         yield from super().findings()
         width, heads = self.pipeline.model.embedding_dim, self.config.decoder.num_heads
         if heads > 0 and width % heads:
-            what = f"{heads} is given; model.embedding_dim, which is {width}, must be a multiple of it"
-            yield Finding(f"{self.path}.decoder.num_heads", what)
+            problem = f"{heads} is given; model.embedding_dim, which is {width}, must be a multiple of it"
+            yield Finding(f"{self.path}.decoder.num_heads", problem)
         tables = {feature.name: feature.id.table or feature.name for feature in self.pipeline.features}
         for index, feature in enumerate(self.pipeline.features):
             if feature.name != self.item_feature and feature.HasField("id"):
                 if tables[feature.name] == tables.get(self.item_feature):
-                    what = "the items of a generator have codes and no table; name another one"
-                    yield Finding(f"features[{index}].id.table", what)
+                    problem = "the items of a generator have codes and no table; name another one"
+                    yield Finding(f"features[{index}].id.table", problem)

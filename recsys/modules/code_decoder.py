@@ -113,16 +113,16 @@ class CodeDecoder(nn.Module):
             trie: the codes of all items.
         """
         cache, token = self._empty(), states[:, None]
-        found = states.new_zeros(states.shape[0], 1, dtype=torch.float32)
+        log_probs = states.new_zeros(states.shape[0], 1, dtype=torch.float32)
         for level, size in enumerate(trie.sizes):
             logits = self._advance(level, token, cache)
             parent, code = trie.parent(level), trie.token(level)
             of_edges = logits.flatten(1).index_select(1, parent * size + code)
-            found = (found - logits.logsumexp(2)).index_select(1, parent) + of_edges
+            log_probs = (log_probs - logits.logsumexp(2)).index_select(1, parent) + of_edges
             if level + 1 < trie.levels:
                 select_nodes(cache, parent)
                 token = self.embed.level(level, code).expand(states.shape[0], -1, -1)
-        return torch.zeros_like(found).index_copy(1, trie.item, found)
+        return torch.zeros_like(log_probs).index_copy(1, trie.item, log_probs)
 
     def flops(self, paths: int) -> int:
         """Counts the FLOP of the losses for `paths` states; see `recsys.modules.flops`."""

@@ -241,13 +241,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--watch-time-unit", choices=("s", "ms"), default="s", help="unit of that column")
     for side in ("item", "user"):
         kinds = (("feature", "a category"), ("list", "several categories"), ("number", "a number"))
-        for kind, what in kinds:
+        for kind, content in kinds:
             parser.add_argument(
                 f"--{side}-{kind}",
                 action="append",
                 default=[],
                 metavar="COLUMN",
-                help=f"column with {what} of each {side}",
+                help=f"column with {content} of each {side}",
             )
     parser.add_argument(
         "--list-delimiter", type=_text, default="|", help="text between the categories of a cell"

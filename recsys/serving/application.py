@@ -199,7 +199,7 @@ async def _reload(
         asked = ReloadRequest.model_validate_json(body) if body else ReloadRequest()
         model = await holder.reload(asked.package)
     except ValidationError as error:
-        return failure(422, "; ".join(one["msg"] for one in error.errors(include_url=False)))
+        return failure(422, "; ".join(entry["msg"] for entry in error.errors(include_url=False)))
     except ReloadError as error:
         metrics.reloads.labels("refused").inc()
         return failure(409, f"{holder.current.version} stays in use: {error}")
@@ -217,8 +217,8 @@ def _openapi(app: FastAPI, holder: ModelHolder) -> dict[str, Any]:
     """Describes the routes, with the request and answer of the package that is served."""
     model = holder.current
     described = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    fits, other = (RECOMMEND, SCORE) if model.recommends else (SCORE, RECOMMEND)
-    del described["paths"][other]
+    served_path, unserved_path = (RECOMMEND, SCORE) if model.recommends else (SCORE, RECOMMEND)
+    del described["paths"][unserved_path]
     models = [(model.schema.request, "validation"), (model.schema.answer, "serialization")]
     models += [(Failure, "serialization"), (ReloadRequest, "validation")]
     _, definitions = models_json_schema(models, ref_template=_REFERENCE)
@@ -227,8 +227,11 @@ def _openapi(app: FastAPI, holder: ModelHolder) -> dict[str, Any]:
     def content(name: str) -> dict[str, Any]:
         return {"content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=name)}}}}
 
-    failures = {str(code): {"description": what, **content("Failure")} for code, what in _FAILURES.items()}
-    operation = described["paths"][fits]["post"]
+    failures = {
+        str(code): {"description": description, **content("Failure")}
+        for code, description in _FAILURES.items()
+    }
+    operation = described["paths"][served_path]["post"]
     operation["requestBody"] = {"required": True, **content("Request")}
     operation["responses"] = {"200": {"description": "Scores.", **content("Answer")}, **failures}
     described["paths"][RELOAD]["post"]["requestBody"] = {"required": False, **content("ReloadRequest")}

@@ -149,10 +149,10 @@ class Batcher(Generic[Request, Answer]):
             if self._queue:
                 until = self._queue[0].arrived + limits.max_wait
                 while self._rows < limits.max_batch and not self._closed:
-                    left = until - time.monotonic()
-                    if left <= 0:
+                    seconds_left = until - time.monotonic()
+                    if seconds_left <= 0:
                         break
-                    self._changed.wait(left)
+                    self._changed.wait(seconds_left)
             batch: list[_Waiting[Request, Answer]] = []
             rows = 0
             while self._queue and (not batch or rows + self._queue[0].rows <= limits.max_batch):

@@ -84,7 +84,7 @@ class Bodies:
     """
 
     def __init__(self, max_bytes: int, max_total: int) -> None:
-        self._max_bytes, self._left = max_bytes, max_total
+        self._max_bytes, self._free_bytes = max_bytes, max_total
 
     async def read(self, request: Request) -> bytes:
         """Returns the body of a request; `release` gives its room back.
@@ -103,18 +103,18 @@ class Bodies:
             async for chunk in request.stream():
                 if len(body) + len(chunk) > self._max_bytes:
                     raise self._too_large()
-                if len(chunk) > self._left:
+                if len(chunk) > self._free_bytes:
                     raise _invalid(503, "too many bodies at a time; ask again later")
-                self._left -= len(chunk)
+                self._free_bytes -= len(chunk)
                 body += chunk
         except BaseException:
-            self._left += len(body)
+            self._free_bytes += len(body)
             raise
         return bytes(body)
 
     def release(self, body: bytes) -> None:
         """Gives back the room of a body."""
-        self._left += len(body)
+        self._free_bytes += len(body)
 
     def _too_large(self) -> InvalidRequestError:
         return _invalid(413, f"the body has more than {self._max_bytes:,} bytes: send fewer rows at a time")

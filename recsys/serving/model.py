@@ -128,10 +128,10 @@ class ServingModel:
             starts = [0, *rows.tolist(), len(ids)]
             return [
                 {
-                    self._predictor.item: [row[: one.k] for row in ids[start:end]],
-                    features.SCORE: [row[: one.k] for row in scores[start:end]],
+                    self._predictor.item: [row[: request.k] for row in ids[start:end]],
+                    features.SCORE: [row[: request.k] for row in scores[start:end]],
                 }
-                for one, start, end in zip(batch, starts[:-1], starts[1:], strict=True)
+                for request, start, end in zip(batch, starts[:-1], starts[1:], strict=True)
             ]
         lengths = block.lengths[pb.CANDIDATE]
         flat = self._predictor.scores.of(block)

@@ -142,11 +142,14 @@ class RequestSchema:
         try:
             return self.request.model_validate_json(body)
         except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False, include_input=False)
-            if found[0]["type"] == "json_invalid":
-                failure = Failure(error=f"the body is no JSON that can be read: {found[0]['msg']}")
+            errors = error.errors(include_url=False, include_context=False, include_input=False)
+            if errors[0]["type"] == "json_invalid":
+                failure = Failure(error=f"the body is no JSON that can be read: {errors[0]['msg']}")
                 raise InvalidRequestError(400, failure) from None
-            findings = [Finding(field=_place(one["loc"]), message=one["msg"]) for one in found]
+            findings = [
+                Finding(field=_place(error_entry["loc"]), message=error_entry["msg"])
+                for error_entry in errors
+            ]
             more = len(findings) - MOST_FINDINGS
             said = f"the request does not fit{f'; {more} more findings' if more > 0 else ''}"
             failure = Failure(error=said, findings=findings[:MOST_FINDINGS])

@@ -70,13 +70,13 @@ def read_training_histories(data: Path, ids: pl.Series) -> Histories:
     lists = [_column(path, column) for path in paths]
     histories = pl.concat(lists) if lists else pl.Series(column, [], pl.List(ids.dtype))
     frame = pl.DataFrame({"item": histories}).with_row_index("row").explode("item").drop_nulls("item")
-    known = pl.DataFrame({"item": ids}).with_row_index("place")
+    rows_of_ids = pl.DataFrame({"item": ids}).with_row_index("place")
     if frame["item"].dtype != ids.dtype:
         raise DataError(
             f"{paths[0]}: {column} holds {frame['item'].dtype}, the vocabulary {ids.dtype}; prepare the data "
             "again"
         )
-    joined = frame.join(known, on="item", how="left", maintain_order="left")
+    joined = frame.join(rows_of_ids, on="item", how="left", maintain_order="left")
     places = joined["place"].cast(pl.Int64).fill_null(-1).to_numpy()
     return Histories(places, joined["row"].cast(pl.Int64).to_numpy())
 

@@ -61,7 +61,7 @@ def free_digits(codes: np.ndarray, old_codes: np.ndarray, old_digits: np.ndarray
     taken: dict[int, set[int]] = {}
     for group, digit in zip(groups[: len(old_codes)].tolist(), old_digits.tolist(), strict=True):
         taken.setdefault(group, set()).add(digit)
-    found = []
+    digits = []
     for group in groups[len(old_codes) :].tolist():
         used = taken.setdefault(group, set())
         # Digits of a group without gaps, the usual case, are 0 to n - 1.
@@ -69,5 +69,5 @@ def free_digits(codes: np.ndarray, old_codes: np.ndarray, old_digits: np.ndarray
         if digit in used or digit >= DIGITS:
             digit = next(place for place in range(DIGITS) if place not in used)
         used.add(digit)
-        found.append(digit)
-    return np.array(found, np.int64)
+        digits.append(digit)
+    return np.array(digits, np.int64)

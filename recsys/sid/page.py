@@ -107,8 +107,8 @@ def build(bundle: Bundle, name: str) -> str:
 def _usage_chart(bundle: Bundle, level: int) -> str:
     size = bundle.about.size
     counts = np.sort(np.bincount(bundle.codes[:, level], minlength=size))[::-1]
-    found = bundle.about.codes.levels[level]
-    about = f"perplexity {number(found.perplexity)}, {found.dead} dead"
+    level_statistics = bundle.about.codes.levels[level]
+    about = f"perplexity {number(level_statistics.perplexity)}, {level_statistics.dead} dead"
     labels = [f"rank {place}: {count:,} items" for place, count in enumerate(counts.tolist(), start=1)]
     return bar_chart(
         f"level {level + 1}", about, counts.tolist(), labels, ends=("1", str(size)), even=counts.mean()

@@ -48,12 +48,12 @@ class Whitening:
         Raises:
             ConfigError: fewer than two rows differ.
         """
-        known = vectors[vectors.any(1)].astype(np.float64)
-        if len(known) < 2:
+        nonzero = vectors[vectors.any(1)].astype(np.float64)
+        if len(nonzero) < 2:
             raise ConfigError("fewer than two items have a vector in this source; leave the source out")
-        mean = known.mean(0)
-        centred = known - mean
-        variance, directions = np.linalg.eigh(centred.T @ centred / len(known))
+        mean = nonzero.mean(0)
+        centred = nonzero - mean
+        variance, directions = np.linalg.eigh(centred.T @ centred / len(nonzero))
         chosen = np.flatnonzero(variance > variance[-1] * _SMALLEST_VARIANCE)[::-1][:DIM]
         if not len(chosen) or variance[-1] <= 0:
             raise ConfigError("all items have the same vector in this source; leave the source out")
@@ -158,8 +158,8 @@ def co_occurrence(histories: Histories, num_items: int, seed: int) -> np.ndarray
         raise ConfigError(
             "the training histories have no two items beside each other; leave --source cooc out"
         )
-    left, values, _ = randomized_svd(matrix, size, n_iter=7, random_state=seed)
-    return (left * np.sqrt(values)).astype(np.float32)
+    left_vectors, values, _ = randomized_svd(matrix, size, n_iter=7, random_state=seed)
+    return (left_vectors * np.sqrt(values)).astype(np.float32)
 
 
 def ppmi(histories: Histories, num_items: int):

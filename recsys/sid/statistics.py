@@ -78,14 +78,14 @@ class Kept:
 def code_statistics(codes: np.ndarray, digits: np.ndarray, size: int) -> CodeStatistics:
     """Computes statistics of codes [items, levels] of 0 to `size` - 1 and their extra digits [items]."""
     counts = np.unique(codes, axis=0, return_counts=True)[1]
-    whole = np.unique(np.column_stack([codes, digits]), axis=0, return_counts=True)[1]
+    full_counts = np.unique(np.column_stack([codes, digits]), axis=0, return_counts=True)[1]
     levels = [_level(np.bincount(codes[:, place], minlength=size)) for place in range(codes.shape[1])]
     items = len(codes)
     return CodeStatistics(
         items=items,
         distinct=len(counts) / items,
         alone=float((counts == 1).sum() / items),
-        unique=float((whole == 1).sum() / items),
+        unique=float((full_counts == 1).sum() / items),
         shared=int((counts > 1).sum()),
         largest=int(counts.max()),
         levels=levels,
@@ -110,8 +110,8 @@ def kept(vectors: Tensor, codes: Tensor, quantizer: Quantizer, *, ordered: bool)
     error = float((decoded - vectors).double().square().sum() / vectors.double().square().sum())
     queries = torch.arange(0, len(vectors), -(-len(vectors) // MOST_QUERIES))
     near, near_decoded = _neighbours(vectors, queries), _neighbours(decoded, queries)
-    same = codes[queries][:, None] == codes[near]
-    agree = (same.cumprod(2) if ordered else same).double().mean((0, 1))
+    same_code = codes[queries][:, None] == codes[near]
+    agree = (same_code.cumprod(2) if ordered else same_code).double().mean((0, 1))
     chance = _chance(codes, ordered=ordered)
     both = (near[:, :, None] == near_decoded[:, None, :]).any(2).double().mean()
     values = agree.tolist() if ordered else [float(agree.mean())]
@@ -131,9 +131,9 @@ def _chance(codes: Tensor, *, ordered: bool) -> list[float]:
 def _neighbours(vectors: Tensor, queries: Tensor) -> Tensor:
     """Rows of the `NEIGHBOURS` nearest vectors by cosine, the query itself left out: int64 [queries, k]."""
     unit = torch.nn.functional.normalize(vectors, dim=1)
-    found = []
+    neighbours = []
     for rows in queries.split(_ROWS):
         scores = unit[rows] @ unit.T
         scores[torch.arange(len(rows)), rows] = -torch.inf
-        found.append(scores.topk(min(NEIGHBOURS, len(vectors) - 1), dim=1).indices)
-    return torch.cat(found)
+        neighbours.append(scores.topk(min(NEIGHBOURS, len(vectors) - 1), dim=1).indices)
+    return torch.cat(neighbours)

@@ -74,5 +74,5 @@ def _sizes(session: Session, batch: Batch) -> list[str]:
 
 def _average(session: Session, average: WeightAverage) -> str:
     kept = local_bytes(average.tensors(session.progress.step))
-    what = averaging.describe(session.pipeline.train.weight_averaging)
-    return f"averaged weights: {what}; {kept / _MEBI:.1f} MiB more in this process, and as much on disk"
+    method = averaging.describe(session.pipeline.train.weight_averaging)
+    return f"averaged weights: {method}; {kept / _MEBI:.1f} MiB more in this process, and as much on disk"

@@ -82,18 +82,18 @@ class PendingResult:
             self._copied.synchronize()
         values, tasks = self._sums.tolist() + self._numbers, len(self._names)
         sums, targets = values[:tasks], values[tasks : 2 * tasks]
-        samples, tokens, flop, *others = values[2 * tasks :]
+        samples, tokens, flop, *counters = values[2 * tasks :]
         means = {n: s / (c or 1.0) for n, s, c in zip(self._names, sums, targets, strict=True)}
         _require_finite(means)
-        first_signal = len(others) - len(self._signals)
+        first_signal = len(counters) - len(self._signals)
         return StepResult(
             losses=means,
             loss=sum(w * means[n] for n, w in zip(self._names, self._weights, strict=True)),
             samples=int(samples),
             tokens=int(tokens),
             flop=flop,
-            signals=dict(zip(self._signals, map(int, others[first_signal:]), strict=True)),
-            counts=Counts(*map(int, others[:first_signal])),
+            signals=dict(zip(self._signals, map(int, counters[first_signal:]), strict=True)),
+            counts=Counts(*map(int, counters[:first_signal])),
         )
 
 

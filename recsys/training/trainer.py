@@ -146,8 +146,8 @@ class Trainer:
 
     def _next_evaluation(self) -> int:
         session, step = self._session, self._session.progress.step
-        every = session.pipeline.train.evaluation.every_steps
-        following = (step // every + 1) * every if every else step + session.steps_to_epoch_end()
+        interval = session.pipeline.train.evaluation.every_steps
+        following = (step // interval + 1) * interval if interval else step + session.steps_to_epoch_end()
         return min(following, session.total_steps)
 
     def _maybe_log(self, position: Position) -> None:
@@ -241,8 +241,8 @@ class Trainer:
 
     def _maybe_save(self, evaluated: bool) -> None:
         session, progress = self._session, self._session.progress
-        every = session.pipeline.train.checkpoint.every_steps
-        due = progress.step % every == 0 if every else evaluated
+        interval = session.pipeline.train.checkpoint.every_steps
+        due = progress.step % interval == 0 if interval else evaluated
         improved = progress.best is not None and progress.best.step == progress.step
         if not (due or improved or session.finish_reason() or self._signal):
             return

@@ -243,10 +243,10 @@ def _choice(holder: Message, path: str) -> Iterator[Finding]:
     for field in alternatives:
         if field.is_extension and fields.is_set(holder, field) and not has_class(fields.type_of(field)):
             message = field.message_type.full_name
-            what = (
+            problem = (
                 f"no class is registered for {message}; write @register({field.message_type.name}) above one"
             )
-            yield Finding(join(path, fields.name_of(field)), f"{what}, in a module that is imported")
+            yield Finding(join(path, fields.name_of(field)), f"{problem}, in a module that is imported")
 
 
 def _enums(pipeline: pb.Pipeline) -> Iterator[Finding]:

@@ -73,10 +73,10 @@ class RowFindings:
             return
         row, sentence = self._first
         more = int(np.count_nonzero(self.codes)) - 1
-        others = f" ({more} more bad row{'s' * (more > 1)} in this row group.)" if more else ""
+        count = f" ({more} more bad row{'s' * (more > 1)} in this row group.)" if more else ""
         or_skip = ", or leave such rows out and count them: data.bad_rows { policy: SKIP }"
         remedy = f"Correct the file{or_skip if skippable else ''}."
-        raise DataError(f"{file}, row {first_row + row}: {sentence}{others} {remedy}")
+        raise DataError(f"{file}, row {first_row + row}: {sentence}{count} {remedy}")
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ class ColumnValues:
             place = row
         return self.column.name + index
 
-    def report(self, findings: RowFindings, reason: str, places: np.ndarray, what: str) -> None:
-        """Adds the rows of the flat indices `places` to the findings; `what`, a sentence, may contain
+    def report(self, findings: RowFindings, reason: str, places: np.ndarray, template: str) -> None:
+        """Adds the rows of the flat indices `places` to the findings; `template`, a sentence, may contain
         {value}."""
 
         def sentence(i: int) -> str:
             place = int(places[i])
-            return f"{self.name(place)} {what.format(value=self.values[place].as_py())}."
+            return f"{self.name(place)} {template.format(value=self.values[place].as_py())}."
 
         if len(places):
             findings.add(reason, self.rows(places), sentence)
@@ -307,11 +307,11 @@ def _check_range(findings: RowFindings, cells: ColumnValues) -> None:
             values = pc.min_element_wise(values, limit)
         numbers = integers(values)
     if len(numbers) and numbers.min() < 0:
-        what = f"is {{value}}; {_MEANING[cells.column.kind]} are 0 or larger"
-        cells.report(findings, "negative", np.flatnonzero(numbers < 0), what)
+        template = f"is {{value}}; {_MEANING[cells.column.kind]} are 0 or larger"
+        cells.report(findings, "negative", np.flatnonzero(numbers < 0), template)
     if cells.column.kind is Kind.TIME and len(numbers) and numbers.max() > _LATEST_TIME:
-        what = "is {value}, which looks like milliseconds; times are seconds"
-        cells.report(findings, "too_large", np.flatnonzero(numbers > _LATEST_TIME), what)
+        template = "is {value}, which looks like milliseconds; times are seconds"
+        cells.report(findings, "too_large", np.flatnonzero(numbers > _LATEST_TIME), template)
 
 
 _MEANING = {

@@ -204,8 +204,8 @@ def _key_type(kind: pa.DataType, name: str) -> list[str]:
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not pa.types.is_nested(inner):
         return []
-    what = f"column {name} is {kind}; a key column has one number or text per row."
-    return [f"{what} Name another one in data.key_columns and data.group_column."]
+    problem = f"column {name} is {kind}; a key column has one number or text per row."
+    return [f"{problem} Name another one in data.key_columns and data.group_column."]
 
 
 def _allowed(column: FileColumn) -> tuple[str, Callable[[pa.DataType], bool]]:

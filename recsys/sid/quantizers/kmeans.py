@@ -62,9 +62,9 @@ def plus_plus(vectors: Tensor, size: int, generator: torch.Generator) -> Tensor:
         weights = (distance if distance.sum() > 0 else torch.ones_like(distance)).double().cumsum(0)
         drawn = torch.rand(trials, generator=generator, dtype=torch.float64) * weights[-1]
         candidates = torch.searchsorted(weights, drawn).clamp(max=len(vectors) - 1)
-        left = torch.minimum(distance, squared_distances(vectors[candidates], vectors))
-        best = left.sum(1).argmin()
-        chosen, distance = torch.cat([chosen, candidates[best, None]]), left[best]
+        remaining = torch.minimum(distance, squared_distances(vectors[candidates], vectors))
+        best = remaining.sum(1).argmin()
+        chosen, distance = torch.cat([chosen, candidates[best, None]]), remaining[best]
     return vectors[chosen]
 
 

@@ -84,8 +84,8 @@ class RqVae(Quantizer):
         encoded = self._encoder(vectors * self._scale)
         codes = encode_residuals(encoded, self.centroids)
         if balanced_last:
-            rest = encoded - decode_residuals(codes[:, :-1], self.centroids[:-1])
-            codes[:, -1] = sinkhorn_assignment(rest, self.centroids[-1])
+            residuals = encoded - decode_residuals(codes[:, :-1], self.centroids[:-1])
+            codes[:, -1] = sinkhorn_assignment(residuals, self.centroids[-1])
         return codes
 
     def encode(self, vectors: Tensor) -> Tensor:
@@ -130,35 +130,35 @@ class _Codebooks:
 
     def __init__(self, first: Tensor, levels: int, size: int, generator: torch.Generator):
         self._generator = generator
-        found, counts = [], []
+        centroids, counts = [], []
         for _ in range(levels):
             clusters = kmeans(first, size, generator)
             first = first - clusters.centroids[clusters.assigned]
-            found.append(clusters.centroids)
+            centroids.append(clusters.centroids)
             counts.append(torch.bincount(clusters.assigned, minlength=size).clamp(min=1))
-        self.centroids, self._counts = torch.stack(found), torch.stack(counts).float()
+        self.centroids, self._counts = torch.stack(centroids), torch.stack(counts).float()
         self._sums = self.centroids * self._counts[..., None]
 
     def update(self, encoded: Tensor, *, balanced_last: bool) -> Tensor:
         """Assigns a batch [rows, d] to codes, int64 [rows, levels], and moves the codebooks towards it."""
-        codes, rest, last = [], encoded, len(self.centroids) - 1
+        codes, residuals, last = [], encoded, len(self.centroids) - 1
         for level, centroids in enumerate(self.centroids.clone()):
             assign = sinkhorn_assignment if balanced_last and level == last else nearest
-            code = assign(rest, centroids)
-            self._move(level, rest, code)
-            rest = rest - centroids[code]
+            code = assign(residuals, centroids)
+            self._move(level, residuals, code)
+            residuals = residuals - centroids[code]
             codes.append(code)
         return torch.stack(codes, 1)
 
-    def _move(self, level: int, rest: Tensor, code: Tensor) -> None:
+    def _move(self, level: int, residuals: Tensor, code: Tensor) -> None:
         counts, sums = self._counts[level], self._sums[level]
         counts.lerp_(torch.bincount(code, minlength=len(counts)).float(), 1 - DECAY)
-        sums.lerp_(torch.zeros_like(sums).index_add_(0, code, rest), 1 - DECAY)
-        even = len(rest) / len(counts)
+        sums.lerp_(torch.zeros_like(sums).index_add_(0, code, residuals), 1 - DECAY)
+        even = len(residuals) / len(counts)
         dead = torch.nonzero(counts < DEAD * even)[:, 0]
         if len(dead):
-            rows = torch.randint(len(rest), (len(dead),), generator=self._generator)
-            counts[dead], sums[dead] = even, rest[rows] * even
+            rows = torch.randint(len(residuals), (len(dead),), generator=self._generator)
+            counts[dead], sums[dead] = even, residuals[rows] * even
         self.centroids[level] = sums / counts[:, None]
 
 
