@@ -34,10 +34,10 @@ COMMANDS = {
     "train": Command("recsys.train", "train a model, or continue a run that stopped"),
     "evaluate": Command("recsys.evaluate", "measure a trained model on a split"),
     "sweep": Command("recsys.sweep", "train combinations of settings, compare them on validation"),
-    "baseline": Command("recsys.baseline", "measure baselines without training on a split"),
+    "baseline": Command("recsys.baseline", "measure baselines that need no training"),
     "blend": Command("recsys.blend", "blend a trained model with item co-occurrence"),
     "export": Command("recsys.export", "compile a trained model into a package"),
-    "compile-protos": Command("recsys.compile_protos", "compile the .proto files of a package of yours"),
+    "compile-protos": Command("recsys.compile_protos", "compile the .proto files of your package"),
     "predict": Command("recsys.predict", "score or recommend with a package"),
     "serve": Command("recsys.serve", "score or recommend over HTTP with a package"),
 }

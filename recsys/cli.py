@@ -93,7 +93,7 @@ def main(
     environment.quiet_torch()
     with _log_to_stderr(flags.log_level):
         if _is_first_process() and environment.protos_differ():
-            logger.warning("recsys/protos was compiled from other protos: %s", environment.COMPILE_PROTOS)
+            logger.warning("recsys/protos does not match protos/; type: %s", environment.COMPILE_PROTOS)
         return _guard(_recorded(lambda: _prepare_and_run(command, run, flags, needs_config, config_file)))
 
 
@@ -266,7 +266,7 @@ def _parser(
     description = (run.__doc__ or "").strip().split("\n")[0]
     parser = Parser(f"python -m recsys.{command}", description=description, allow_abbrev=False)
     shared = parser.add_argument_group("shared flags")
-    wanted = "needed, unless --run-dir is the folder of a run" if needs_config else "optional"
+    wanted = "required, unless --run-dir is the folder of a run" if needs_config else "optional"
     # Commands that find their config themselves accept the flag too, to explain this if it is given.
     about = argparse.SUPPRESS if packaged_config else f"the .config file; {wanted}"
     shared.add_argument("--config", metavar="FILE", help=about)
@@ -284,7 +284,7 @@ def _parser(
         metavar="MODULE",
         action="append",
         default=[],
-        help="import a Python module that adds components of its own, see docs/extending.md; a run remembers "
+        help="import a Python module that adds components, see docs/extending.md; a run remembers "
         "it; may be repeated",
     )
     default = "" if packaged_config else " (default: runs/<name of the config>)"

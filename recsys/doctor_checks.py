@@ -105,14 +105,14 @@ def check_versions(versions: dict[str, str]) -> Iterator[CheckResult]:
     for name, wanted in (("fbgemm-gpu", row.fbgemm), ("torchrec", row.torchrec), ("torchmetrics", "1.0.3")):
         installed = versions.get(name, "not installed")
         right = installed.split("+")[0] == wanted
-        detail = installed if right else f"{installed}; torch {row.torch} wants {wanted}"
+        detail = installed if right else f"{installed}; torch {row.torch} needs {wanted}"
         yield CheckResult("ok" if right else "error", name, detail, "" if right else REINSTALL)
 
 
 def compare_protos() -> str:
     """Checks that the config language was compiled from the `.proto` files beside it."""
     if environment.protos_differ():
-        raise WrongResult("recsys/protos was not compiled from what protos/ is now")
+        raise WrongResult("recsys/protos is out of date: protos/ has changed since it was compiled")
     return "compiled"
 
 
@@ -123,7 +123,7 @@ def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Check
         return
     cpu_build = fbgemm.endswith("+cpu")
     if driver is not None and cpu_build:
-        detail = "an NVIDIA driver is there, but fbgemm is the CPU build: GPUs stay idle"
+        detail = "an NVIDIA driver is installed, but fbgemm is the CPU build: GPUs stay idle"
         remedy = REINSTALL
         if versions.get("torch", "").endswith("+cpu"):
             remedy = f"pip uninstall -y torch && {REINSTALL}"
@@ -174,7 +174,7 @@ def describe_device() -> str:
         count = torch.cuda.device_count()
         return f"{count} x {torch.cuda.get_device_name()} (sm_{major}{minor}), CUDA {torch.version.cuda}"
     if environment.driver_version() is not None:
-        raise WrongResult("an NVIDIA driver is there, but torch sees no GPU")
+        raise WrongResult("an NVIDIA driver is installed, but torch sees no GPU")
     return f"CPU, {torch.get_num_threads()} threads"
 
 

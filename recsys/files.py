@@ -91,7 +91,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
     aside.mkdir(parents=True, exist_ok=True)
     with _own_folder(aside) as is_ours:
         if not is_ours:
-            raise RecsysError(f"{path}: another process is writing this folder; wait for it, or take another")
+            raise RecsysError(
+                f"{path}: another process is writing this folder; wait for it, or name another folder"
+            )
         try:
             yield aside
             publish(aside, path)

@@ -45,7 +45,7 @@ def package_folder(flags: argparse.Namespace) -> Path:
     """Returns the folder that `--package` names, or the package in the run folder."""
     if flags.package or flags.run_dir:
         return Path(flags.package or Path(flags.run_dir) / "export")
-    raise ConfigError("--package: not given; name a folder of recsys.export, or its run in --run-dir")
+    raise ConfigError("--package: not given; name a folder made by recsys.export, or its run in --run-dir")
 
 
 def packaged_config(flags: argparse.Namespace) -> Path:
@@ -60,7 +60,9 @@ def packaged_config(flags: argparse.Namespace) -> Path:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("predict flags")
-    group.add_argument("--package", metavar="DIR", help="folder of recsys.export (default: <run-dir>/export)")
+    group.add_argument(
+        "--package", metavar="DIR", help="folder made by recsys.export (default: <run-dir>/export)"
+    )
     group.add_argument(
         "--input",
         metavar="PATH",

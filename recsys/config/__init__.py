@@ -271,7 +271,8 @@ def parse(
     if listed and mistakes and not follow_imports:
         flags = " ".join(f"--import {module}" for module in listed)
         mistakes.append(
-            f"{name}: it was made with {flags}; give that again, since a package imports no code by itself"
+            f"{name}: it was made with {flags}; give these flags again, since a package never imports code "
+            "by itself"
         )
     return Parsed(loaded, mistakes)
 

@@ -103,7 +103,7 @@ def unknown(message: Message, name: str) -> str:
         return f"{message.DESCRIPTOR.name} takes no extensions. Allowed here: {names or 'nothing'}."
     for holder in HOLDERS:
         if fields.find(holder, name) is not None:
-            return f"extends {holder.DESCRIPTOR.name}, and cannot stand in {message.DESCRIPTOR.name}"
+            return f"extends {holder.DESCRIPTOR.name}, so it cannot be used in {message.DESCRIPTOR.name}"
     candidates = [fields.name_of(field) for field in fields.extensions(message)]
     if near := difflib.get_close_matches(name, candidates, n=1):
         return f"{UNKNOWN}. Did you mean {near[0]}?"
@@ -117,8 +117,8 @@ def _why(error: Exception, module: str) -> str:
         return f"{text}. Install it, or add the folder that holds it to PYTHONPATH"
     if _POOL in str(error):
         return (
-            f"{text}. Its .proto uses a name or number that another one has: give its package and its "
-            "extension fields others, and compile it again with python -m recsys.compile_protos"
+            f"{text}. Its .proto uses a name or number that is already taken: choose another package or "
+            "extension field number, and compile it again with python -m recsys.compile_protos"
         )
     return text
 

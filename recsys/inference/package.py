@@ -379,7 +379,7 @@ def _require_vector_each(folder: Path, vectors: Tensor, pipeline: pb.Pipeline) -
     width = vectors.shape[1] if model_of(pipeline).scores_items else pipeline.model.embedding_dim
     expected = (features.table_rows(features.searched_item(pipeline)) - 1, width)
     if tuple(vectors.shape) != expected:
-        shapes = "{} vectors of {} numbers, expected are {} of {}".format(*vectors.shape, *expected)
+        shapes = "{} vectors of {} numbers; expected {} of {}".format(*vectors.shape, *expected)
         raise PackageError(f"{folder / VECTORS}: {shapes}: export it again")
 
 

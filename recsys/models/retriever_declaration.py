@@ -81,13 +81,13 @@ class NextItemDeclaration(ModelDeclaration):
     def findings(self) -> Iterator[Finding]:
         """Checks the item feature, contextual tokens, and what a position may see."""
         if self.config.mixer.HasField("mixture"):
-            problem = f"mixes what several channels say of a candidate, and a {self.kind} has none; use hstu"
+            problem = f"combines channels for each candidate, and a {self.kind} has no candidates; use hstu"
             yield Finding(f"{self.path}.mixer.mixture", problem)
         yield from self._item()
         yield from without_encoder(self.pipeline)
         for index, feature in enumerate(self.pipeline.features):
             if pb.USER in feature.sides:
-                problem = f"USER features have no place in the history of a {self.kind}; drop the side"
+                problem = f"USER features have no place in the history of a {self.kind}; remove the side"
                 yield Finding(f"features[{index}].sides", problem)
         yield from self._leaks()
 
@@ -247,5 +247,5 @@ def without_encoder(pipeline: pb.Pipeline) -> Iterator[Finding]:
         return
     for index, feature in enumerate(pipeline.features):
         if pb.ITEM in feature.sides:
-            problem = f"ITEM is for {_ENCODER}, which is not set; set it or drop the side"
+            problem = f"ITEM is for {_ENCODER}, which is not set; set it, or remove the side"
             yield Finding(f"features[{index}].sides", problem)

@@ -39,8 +39,8 @@ class ItemEncoder(nn.Module):
             raise ValueError("item_encoder: no feature has the side ITEM, and own_embedding is not an input")
         if config.residual and (id_width != width or not config.own_embedding):
             raise ValueError(
-                f"item_encoder.residual: an own embedding of width {width} is needed to add to; "
-                f"own_embedding is {str(config.own_embedding).lower()}, its width {id_width}"
+                f"item_encoder.residual adds to the item's id embedding, which must have width {width}; "
+                f"own_embedding is {str(config.own_embedding).lower()}, and the width is {id_width}"
             )
         self.layers = build_mlp(config.mlp, total, width)
         if config.residual:

@@ -150,8 +150,8 @@ def _as_in_log(candidates: pl.DataFrame, log: Log, columns: LogColumns) -> pl.Da
         for place, text in flat.iter_rows() if not is_integer_text(flat[name]) else ():
             if not is_integer_text(pl.Series([text])):
                 raise DataError(
-                    f"{place}: {shown.get(name, name)} is {shortened(text)}, but every one in the log is a "
-                    "whole number such as 7; is it the right column?"
+                    f"{place}: {shown.get(name, name)} is {shortened(text)}, but every such id in the log is "
+                    "a whole number such as 7; is it the right column?"
                 )
         kind = pl.List(pl.Int64) if nested else pl.Int64
         numbers = candidates[name].cast(kind, strict=False)

@@ -39,7 +39,7 @@ _SMALL = 1 << 16
 
 _REFERENCE = "#/components/schemas/{model}"
 _FAILURES = {
-    400: "The body is no JSON.",
+    400: "The body is not JSON.",
     401: "The token is missing or wrong.",
     413: "The body is too large.",
     422: "The request does not fit; `findings` name field and row.",
@@ -98,7 +98,7 @@ def create_app(
 
     async def ask(request: Request, recommends: bool) -> Response:
         if len(in_flight) >= options.max_requests:
-            return _busy("too many requests at a time; ask again later")
+            return _busy("too many requests at once; ask again later")
         in_flight.add(request)
         until = time.monotonic() + options.deadline
         try:
@@ -120,7 +120,7 @@ def create_app(
     async def recommend(request: Request) -> Response:
         return await ask(request, recommends=True)
 
-    @app.post(RELOAD, summary="Loads a package anew, or another one, and lets it take over.")
+    @app.post(RELOAD, summary="Loads the package again, or another one, and switches to it.")
     async def reload(request: Request) -> Response:
         return await _reload(request, holder, bodies, metrics, options)
 

@@ -104,7 +104,7 @@ class Bodies:
                 if len(body) + len(chunk) > self._max_bytes:
                     raise self._too_large()
                 if len(chunk) > self._free_bytes:
-                    raise _invalid(503, "too many bodies at a time; ask again later")
+                    raise _invalid(503, "too many bodies at once; ask again later")
                 self._free_bytes -= len(chunk)
                 body += chunk
         except BaseException:

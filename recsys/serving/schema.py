@@ -42,7 +42,7 @@ class Finding(BaseModel):
 
 
 class Failure(BaseModel):
-    """The body of every answer that is no success."""
+    """The body of every response that reports an error."""
 
     error: str
     findings: list[Finding] = []
@@ -108,14 +108,14 @@ class RequestSchema:
         self.keys = list(key_columns)
         fields = {f"f{i}": _declared(column, limits) for i, column in enumerate(columns)}
         echoed = [name for name in key_columns if name not in taken]
-        about = "Given back unchanged; not read otherwise."
+        about = "Returned unchanged; not used otherwise."
         fields |= {
             f"k{i}": (int | str | None, Field(None, alias=name, description=about))
             for i, name in enumerate(echoed)
         }
         self._names = {**{c.name: f"f{i}" for i, c in enumerate(columns)}}
         self._names |= {name: f"k{i}" for i, name in enumerate(echoed)}
-        row = create_model("Row", __config__=_STRICT, __doc__="One user at one time.", **fields)
+        row = create_model("Row", __config__=_STRICT, __doc__="A user at a point in time.", **fields)
         body: dict[str, Any] = {
             "rows": (list[row], Field(min_length=1, max_length=limits.rows)),
         }
@@ -144,7 +144,7 @@ class RequestSchema:
         except ValidationError as error:
             errors = error.errors(include_url=False, include_context=False, include_input=False)
             if errors[0]["type"] == "json_invalid":
-                failure = Failure(error=f"the body is no JSON that can be read: {errors[0]['msg']}")
+                failure = Failure(error=f"the body is not valid JSON: {errors[0]['msg']}")
                 raise InvalidRequestError(400, failure) from None
             findings = [
                 Finding(field=_place(error_entry["loc"]), message=error_entry["msg"])

@@ -82,7 +82,7 @@ def serve(
             )
         )
         if settings.host not in _LOOPBACK and options.token is None:
-            log.warning("whoever reaches %s can ask this server: it needs no token", settings.host)
+            log.warning("anyone who can reach %s can use this server: it requires no token", settings.host)
         host, port = listening.getsockname()[:2]
         fields = {"host": host, "port": port, "model": holder.current.version}
         log.info("listening" if not dry_run else "dry run: would listen", extra={"fields": fields})

@@ -33,7 +33,9 @@ def read_ids(data: Path) -> pl.Series:
         DataError: the folder has no vocabulary of items.
     """
     path = data / "vocabulary" / f"{ITEM}.parquet"
-    ids = _read_table(path, f"name a folder that `recsys prepare` made: {data} is none").get_column("id")
+    ids = _read_table(path, f"{data} was not made by `recsys prepare`; name a folder that was").get_column(
+        "id"
+    )
     if ids.n_unique() != len(ids) or ids.null_count():
         raise DataError(f"{path}: an id is missing or occurs twice; prepare the data again")
     return ids.sort().alias(ITEM)
@@ -43,7 +45,7 @@ def read_training_histories(data: Path, ids: pl.Series) -> Histories:
     """Reads the histories of the training rows; no other file of the folder is opened.
 
     Args:
-        data: a folder of `recsys prepare` with one training row a user (--task retrieval).
+        data: a folder of `recsys prepare` with one training row per user (--task retrieval).
         ids: as `read_ids` returns them.
 
     Raises:
@@ -127,7 +129,7 @@ def _texts(
     frame = frame.with_columns(_cast_ids(frame[id_column], ids.dtype, path))
     if frame[id_column].n_unique() != len(frame):
         twice = frame.filter(pl.col(id_column).is_duplicated())[id_column][0]
-        raise DataError(f"{path}: item {twice!r} occurs twice; keep one row an item")
+        raise DataError(f"{path}: item {twice!r} occurs twice; keep one row per item")
     wanted = list(columns) or [name for name in frame.columns if name != id_column]
     joined = pl.DataFrame({id_column: ids}).join(frame, on=id_column, how="left", maintain_order="left")
     rows = joined.select(wanted).iter_rows()
@@ -197,7 +199,7 @@ def read_vectors(path: Path, ids: pl.Series, id_column: str) -> np.ndarray:
     sizes = column.list.len() if isinstance(column.dtype, pl.List) else column.arr.len()
     if column.null_count() or sizes.n_unique() != 1:
         raise DataError(
-            f"{path}: the lists of {lists[0]!r} differ in length; every item needs as many numbers"
+            f"{path}: the lists of {lists[0]!r} differ in length; every item needs the same number of values"
         )
     vectors = _finite(np.array(column.to_list()), path)
     key = _cast_ids(frame[id_column], ids.dtype, path)
@@ -205,7 +207,7 @@ def read_vectors(path: Path, ids: pl.Series, id_column: str) -> np.ndarray:
         pl.DataFrame({"id": key}).with_row_index("row"), on="id", how="left", maintain_order="left"
     )
     if len(place) != len(ids):
-        raise DataError(f"{path}: an item occurs twice; keep one row an item")
+        raise DataError(f"{path}: an item occurs twice; keep one row per item")
     rows = place["row"].cast(pl.Int64).fill_null(-1).to_numpy()
     return np.where((rows >= 0)[:, None], vectors[rows], 0.0)
 

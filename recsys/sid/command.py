@@ -154,10 +154,10 @@ def _quantizer_settings(options: argparse.Namespace) -> dict:
 
 
 def report(arguments: list[str] | None = None) -> None:
-    """Say how good the codes of a bundle are: a table, and a page with pictures."""
+    """Report how good the codes of a bundle are, as a table and as a page with charts."""
     flags = Parser(prog=f"{PROGRAM} report", description=report.__doc__, allow_abbrev=False)
     flags.add_argument(
-        "--bundle", type=Path, required=True, metavar="DIR", help="a folder of `recsys sid fit`"
+        "--bundle", type=Path, required=True, metavar="DIR", help="a folder made by `recsys sid fit`"
     )
     flags.add_argument("--html", type=Path, metavar="FILE", help=f"the page (default: <bundle>-{PAGE})")
     options = flags.parse_args(arguments)
@@ -178,7 +178,7 @@ def append(arguments: list[str] | None = None) -> None:
     """Give codes to new items with the frozen codebooks; codes of the bundle's items stay as they are."""
     flags = _parser("append", append)
     flags.add_argument(
-        "--bundle", type=Path, required=True, metavar="DIR", help="a folder of `recsys sid fit`"
+        "--bundle", type=Path, required=True, metavar="DIR", help="a folder made by `recsys sid fit`"
     )
     flags.add_argument(
         "--embeddings",

@@ -25,10 +25,10 @@ def lines(bundle: Bundle) -> list[str]:
         ("quantizer", f"{about.quantizer}, {len(codes.levels)} codes of {about.size}"),
         ("version", str(about.version)),
         ("items", f"{codes.items:,}"),
-        ("items alone on their code", percent(codes.alone)),
+        ("items with their own code", percent(codes.alone)),
         ("distinct codes / items", percent(codes.distinct)),
-        ("items alone with the digit", percent(codes.unique)),
-        ("codes that items share", f"{codes.shared:,}, the largest by {codes.largest:,} items"),
+        ("items unique with the digit", percent(codes.unique)),
+        ("shared codes", f"{codes.shared:,}, the largest by {codes.largest:,} items"),
         ("reconstruction error", f"{about.kept.error:.4f} of the squared length"),
         ("nearest 10 kept by decoding", percent(about.kept.recall)),
         *_neighbour_rows(bundle),
@@ -66,8 +66,8 @@ def build(bundle: Bundle, name: str) -> str:
     made = f"{about.quantizer}, {len(codes.levels)} codes of {about.size}"
     told = f"{made} for {codes.items:,} items, version {about.version}."
     facts = [
-        Tile("alone on their code", percent(codes.alone), "of the items, before the extra digit"),
-        Tile("alone with the digit", percent(codes.unique), "of the items"),
+        Tile("with their own code", percent(codes.alone), "of the items, before the extra digit"),
+        Tile("unique with the digit", percent(codes.unique), "of the items"),
         Tile(
             "perplexity",
             number(min(level.perplexity for level in codes.levels)),
@@ -81,7 +81,7 @@ def build(bundle: Bundle, name: str) -> str:
     usage = [_usage_chart(bundle, level) for level in range(bundle.codes.shape[1])]
     kept = "" if about.version == 1 else f" Measured on the {about.kept.items:,} items of version 1."
     note = (
-        "Share of the nearest 10 by cosine that share codes with an item, beside the share of all pairs."
+        "Share of an item's nearest 10 (by cosine) that share codes with it, beside the share of all pairs."
         + kept
     )
     shared = section(
@@ -94,7 +94,7 @@ def build(bundle: Bundle, name: str) -> str:
         [
             head,
             section(
-                "Use of the codes", grid(usage), "Items of each code, most frequent first; dashed: all alike."
+                "Use of the codes", grid(usage), "Items per code, most frequent first; dashed: uniform use."
             ),
             section("Levels", card(_level_table(bundle))),
             shared,
@@ -122,8 +122,8 @@ def _collision_chart(bundle: Bundle) -> str:
         f"{count:,} items share their code with {place - 1}{joined * (place == _MOST_SIZES)} others"
         for place, count in enumerate(sizes.tolist(), start=1)
     ]
-    about = "items by the number of items on their code"
-    return bar_chart("items on one code", about, sizes.tolist(), labels, ends=("1", f"{len(sizes)}{joined}"))
+    about = "items by how many items share their code"
+    return bar_chart("items per code", about, sizes.tolist(), labels, ends=("1", f"{len(sizes)}{joined}"))
 
 
 def bar_chart(

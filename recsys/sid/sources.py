@@ -98,10 +98,10 @@ class TextTerms:
         try:
             weights = counter.fit_transform(texts)
         except ValueError as error:
-            raise ConfigError(f"the item texts share no word ({error}); check --text-columns") from None
+            raise ConfigError(f"the item texts share no word ({error}); check --text-column") from None
         size = min(DIM, min(weights.shape) - 1)
         if size < 1:
-            raise ConfigError("the item texts share fewer than two words; check --text-columns")
+            raise ConfigError("the item texts share fewer than two words; check --text-column")
         svd = TruncatedSVD(size, n_iter=7, random_state=seed).fit(weights)
         idf, directions = counter.idf_.astype(np.float32), svd.components_.T.astype(np.float32)
         return cls(list(counter.get_feature_names_out()), idf, directions)

@@ -146,9 +146,7 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
         if "step" in state:
             state["step"].zero_()
         if strangers := [key for key, value in state.items() if not isinstance(value, Tensor | None)]:
-            problem = (
-                f"entry {', '.join(strangers)} of its state for {name} is not a tensor, so it cannot be saved"
-            )
+            problem = f"its state for {name} cannot be saved: not a tensor: {', '.join(strangers)}"
             raise TypeError(f"{type(chosen).__name__}: {problem}")
     _set_rate(optimizer, chosen.lr)
     return optimizer

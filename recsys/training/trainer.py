@@ -265,7 +265,7 @@ class Trainer:
 
     def _outcome(self) -> Outcome:
         session = self._session
-        reason = f"signal {self._signal} asked for it" if self._signal else session.finish_reason()
+        reason = f"signal {self._signal} stopped the run" if self._signal else session.finish_reason()
         outcome = Outcome(
             step=session.progress.step,
             reason=reason,

@@ -231,7 +231,10 @@ def test_batches_of_all_kinds_of_negatives_fit_the_loss(retriever, negatives):
             lambda items: items[1:],
             "items.parquet: 1 of the 6 items of .*item.parquet are missing, the first is 99",
         ),
-        (lambda items: [*items, items[4]], "items.parquet: 1 of the 6 items of .* are twice, the first is 7"),
+        (
+            lambda items: [*items, items[4]],
+            "items.parquet: 1 of the 6 items of .* occur twice, the first is 7",
+        ),
         (
             lambda items: [items[0], {**items[0], "item_id": None}, *items],
             "items.parquet, row 1: item_id is null, 1 in all; each row is an item. The preparation tools",

@@ -39,7 +39,7 @@ def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
         seen.setdefault(feature.name, index)
         prefix = next((x for x in f.PREFIX.values() if x and feature.name.startswith(x)), None)
         if prefix and pb.USER in feature.sides:
-            problem = f"{feature.name!r} is a USER feature, and {prefix} begins the columns of another side"
+            problem = f"{feature.name!r} is a USER feature, but {prefix} begins the columns of another side"
             yield Finding(f"{path}.name", f"{problem}; rename it")
         if len(set(feature.sides)) < len(feature.sides):
             yield Finding(f"{path}.sides", "a side is named twice; name each once")
@@ -75,7 +75,7 @@ def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if task.label in inputs:
             yield Finding(
                 f"{path}.label",
-                f"{task.label} is also an input: the model would read the answer; drop the feature",
+                f"{task.label} is also an input: the model would read the answer; remove the feature",
             )
         if task.label in _RESERVED:
             yield Finding(
@@ -121,7 +121,9 @@ def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.label_bits", "a bit is named twice; name each once")
         if task.label_bits and loss_kind(task.loss) == "regression":
             problem = "bits make labels 0 and 1, but the loss is a regression loss"
-            yield Finding(f"{path}.label_bits", f"{problem}; drop them or choose a loss of binary labels")
+            yield Finding(
+                f"{path}.label_bits", f"{problem}; remove label_bits, or choose a loss of binary labels"
+            )
 
 
 def _predictions(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -222,11 +224,13 @@ def _csv(pipeline: pb.Pipeline) -> Iterator[Finding]:
         csv, path = getattr(pipeline.data, name).csv, f"data.{name}.csv"
         if len(csv.delimiter) > 1 or csv.delimiter in ('"', "\n", "\r"):
             yield Finding(
-                f"{path}.delimiter", f"{csv.delimiter!r} is given; it must be one character, no quote"
+                f"{path}.delimiter",
+                f"{csv.delimiter!r} is given; it must be one character other than a quote",
             )
         if csv.delimiter == csv.list_delimiter:
             yield Finding(
-                f"{path}.list_delimiter", "the same as delimiter; lists could not be told from columns"
+                f"{path}.list_delimiter",
+                "the same as delimiter, so lists could not be told from columns; change one",
             )
 
 

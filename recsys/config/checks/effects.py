@@ -20,7 +20,7 @@ def _replicated(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _accumulation(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if pipeline.train.accumulate_batches > 1 and sharded(pipeline):
-        problem = "holds for dense parameters only: sharded tables are updated by every batch"
+        problem = "applies to dense parameters only: sharded tables are updated by every batch"
         yield Finding("train.accumulate_batches", problem)
 
 
@@ -37,7 +37,7 @@ def behind_the_end(pipeline: pb.Pipeline, steps: int) -> Iterator[Finding]:
     train = pipeline.train
     warmup, evaluation_steps = train.schedule.warmup_steps, train.evaluation.every_steps
     if warmup >= steps:
-        problem = "so it ends while the learning rate still grows; reduce it"
+        problem = "so it ends while the learning rate is still rising; reduce it"
         yield Finding(
             "train.schedule.warmup_steps", f"{warmup} is given and the run has {steps} steps, {problem}"
         )

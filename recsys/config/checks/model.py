@@ -115,7 +115,7 @@ def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
     seen: dict[str, str] = {}
     for metric in metric_names(pipeline):
         if metric.name in seen:
-            yield Finding(metric.path, f"{metric.name} is also {seen[metric.name]}; drop one")
+            yield Finding(metric.path, f"{metric.name} is also {seen[metric.name]}; remove one")
         seen.setdefault(metric.name, metric.path)
 
 
@@ -186,7 +186,7 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
         needed += contextual + candidates
         parts = f"{contextual} contextual tokens, {parts} and {candidates} candidates"
     if model.max_seq_len < needed:
-        problem = f"{model.max_seq_len} is given; {parts} need {needed}: give it as much, or lower those"
+        problem = f"{model.max_seq_len} is given; {parts} need {needed}: raise it, or lower those"
         yield Finding("model.max_seq_len", problem)
 
 

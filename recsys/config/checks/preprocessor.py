@@ -43,7 +43,7 @@ def _user_features(pipeline: pb.Pipeline) -> Iterator[Finding]:
         return
     for message, path in descend(pipeline.model, "model"):
         if isinstance(message, (pb.ContextualizedMlp, pb.JoinedContextualTokens)):
-            yield Finding(path, "it is made of USER features, and no feature has this side; drop it")
+            yield Finding(path, "it is made of USER features, but no feature has this side; remove it")
 
 
 def _actions(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -70,7 +70,7 @@ def _concatenated(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if not isinstance(message, pb.ActionEncoder) or not message.HasField("concatenated"):
             continue
         if not message.bits and not message.watch_time_thresholds:
-            problem = "there is neither a bit nor a threshold to concatenate; name some, or drop it"
+            problem = "there is neither a bit nor a threshold to concatenate; add some, or remove it"
             yield Finding(f"{path}.concatenated", problem)
 
 

@@ -74,7 +74,9 @@ def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:
 def _nesterov(pipeline: pb.Pipeline) -> Iterator[Finding]:
     sgd = pipeline.train.dense_optimizer.sgd
     if sgd.nesterov and sgd.momentum == 0:
-        yield Finding("train.dense_optimizer.sgd.nesterov", "it looks along the momentum; set momentum too")
+        yield Finding(
+            "train.dense_optimizer.sgd.nesterov", "it looks ahead along the momentum; set momentum too"
+        )
 
 
 RULES = (_evaluation, _nesterov)

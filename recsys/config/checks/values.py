@@ -213,7 +213,7 @@ def _required(pipeline: pb.Pipeline) -> Iterator[Finding]:
         by_name = message.DESCRIPTOR.fields_by_name
         for name in REQUIRED.get(type(message), ()):
             if not (getattr(message, name) if _can_be_empty(by_name[name]) else message.HasField(name)):
-                yield Finding(join(path, name), "not set; it is needed", missing=True)
+                yield Finding(join(path, name), "not set, but required", missing=True)
 
 
 def _can_be_empty(field: FieldDescriptor) -> bool:
@@ -259,7 +259,8 @@ def _enums(pipeline: pb.Pipeline) -> Iterator[Finding]:
                 if number == 0 or number not in values:
                     allowed = ", ".join(enum_names(field))
                     yield Finding(
-                        join(path, field.name), f"{number} is no value; it must be one of {allowed}"
+                        join(path, field.name),
+                        f"{number} is not one of its values; it must be one of {allowed}",
                     )
 
 

@@ -65,7 +65,7 @@ def _find(message: Message, path: str) -> _Place:
         prefix, last = ".".join(steps[:depth]), depth == len(steps)
         match = _STEP.match(step)
         if match is None:
-            raise _BadPath(f"{step!r} is not the name of a field, with [index] for one of a repeated field")
+            raise _BadPath(f"{step!r} is not a field name, or NAME[INDEX] for an element of a repeated field")
         name, index = match[1], match[2]
         try:
             field = field_of(message, name)

@@ -25,8 +25,8 @@ from recsys.errors import DataError
 
 _REMEDY = "The preparation tools write items.parquet, a row for each item of the catalogue."
 _COUNT_REMEDY = (
-    "Negatives are drawn or weighed by how often an item occurs in training: the preparation tools write it. "
-    "Or choose uniform negatives, or in_batch { log_q: false }."
+    "Negatives are drawn or weighted by how often an item occurs in training: the preparation tools write "
+    "it. Or choose uniform negatives, or in_batch { log_q: false }."
 )
 
 
@@ -177,11 +177,14 @@ def _rows_of(table: pa.Table, item: pb.Feature, vocabulary: Vocabulary, path: st
     """
     rows = vocabulary.map(item_ids(table, item, path))
     times = np.bincount(rows, minlength=vocabulary.rows)[1:]
-    for places, fault in ((np.flatnonzero(times > 1), "twice"), (np.flatnonzero(times == 0), "missing")):
+    for places, fault in (
+        (np.flatnonzero(times > 1), "occur twice"),
+        (np.flatnonzero(times == 0), "are missing"),
+    ):
         if len(places):
             first = vocabulary.original(places[:1] + 1)[0].as_py()
             raise DataError(
-                f"{path}: {len(places)} of the {len(vocabulary)} items of {vocabulary.name} are {fault}, the "
+                f"{path}: {len(places)} of the {len(vocabulary)} items of {vocabulary.name} {fault}, the "
                 f"first is {first!r}. Each item needs one row; write unknown features as an empty list or "
                 "text."
             )

@@ -195,7 +195,7 @@ def check_label(findings: RowFindings, cells: ColumnValues) -> None:
         cells.report(findings, "label", bad, "is {value}; a binary task has labels 0 and 1")
     elif loss.mean_squared_error.log1p or loss.pairwise.mean_squared_error.log1p:
         bad = np.flatnonzero((numbers < 0) & np.isfinite(numbers))
-        cells.report(findings, "label", bad, "is {value}; log(1 + label) wants labels of 0 or more")
+        cells.report(findings, "label", bad, "is {value}; log(1 + label) needs labels of 0 or more")
 
 
 def check_ragged(findings: RowFindings, cells: ColumnValues, first: ColumnValues) -> None:
@@ -284,7 +284,7 @@ def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
 
     def sentence(i: int) -> str:
         key = same_key(keys.slice(rows[i], 1).to_pylist()[0])
-        return f"{key} as another row, {rows[i] - complete_rows[first[place[again[i]]]]} before it."
+        return f"{key} as another row, {rows[i] - complete_rows[first[place[again[i]]]]} rows before it."
 
     findings.add("duplicate_key", rows, sentence)
 
@@ -344,7 +344,7 @@ def _check_floats(findings: RowFindings, cells: ColumnValues) -> None:
     cells.report(findings, "not_finite", places, "is {value}; NaN and infinities have no meaning here")
     numbers = floats(values).astype(np.float64, copy=False)
     places = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) > limit))
-    cells.report(findings, "too_large", places, "is {value}, more than the model's float32 holds")
+    cells.report(findings, "too_large", places, "is {value}, more than the model's float32 can hold")
 
 
 def _largest(column: FileColumn) -> float:

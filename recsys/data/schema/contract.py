@@ -165,7 +165,7 @@ def check_same_schema(
             raise DataError(
                 f"{path}: column {name} is {schema.field(name).type}, "
                 f"in {first_path} it is {first.field(name).type}. "
-                "All files of a source have the same types; write one of them anew."
+                "All files of a source have the same types; rewrite one of them."
             )
 
 

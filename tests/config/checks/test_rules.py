@@ -233,8 +233,8 @@ RANKER_RULES = [
         "model.ranker.mixer={linear {qk_dim: 8 backend: 'sm90'}}",
         "mixer.linear.backend: no backend is called 'sm90'. Allowed here: auto, triton, reference.",
     ),
-    ("model.ranker.mixer={linear {}}", "mixer.linear.qk_dim: not set; it is needed"),
-    ("model.ranker.mixer={hybrid {}}", "mixer.hybrid.mixers: not set; it is needed"),
+    ("model.ranker.mixer={linear {}}", "mixer.linear.qk_dim: not set, but required"),
+    ("model.ranker.mixer={hybrid {}}", "mixer.hybrid.mixers: not set, but required"),
     (
         "model.ranker.mixer={hybrid {mixers {linear {qk_dim: 8}} mixers {sasrec {num_heads: 5}}}}",
         "mixer.hybrid.mixers[1].sasrec.num_heads: 5 does not divide model.embedding_dim, which is 32",
@@ -292,13 +292,13 @@ RANKER_RULES = [
     ),
     (
         "train.dense_optimizer={sgd {nesterov: true}}",
-        "train.dense_optimizer.sgd.nesterov: it looks along the momentum; set momentum too",
+        "train.dense_optimizer.sgd.nesterov: it looks ahead along the momentum; set momentum too",
     ),
     (
         "train.dense_optimizer.groups=[{}]",
-        "train.dense_optimizer.groups[0].parameters: not set; it is needed",
+        "train.dense_optimizer.groups[0].parameters: not set, but required",
     ),
-    ("train.schedule={step {}}", "train.schedule.step.every_steps: not set; it is needed"),
+    ("train.schedule={step {}}", "train.schedule.step.every_steps: not set, but required"),
 ]
 
 RETRIEVER_RULES = [
@@ -380,7 +380,7 @@ RETRIEVER_RULES = [
     ),
     (
         "model.max_seq_len=49",
-        "model.max_seq_len: 49 is given; data.max_history_len 50 need 50: give it as much, or lower those",
+        "model.max_seq_len: 49 is given; data.max_history_len 50 need 50: raise it, or lower those",
     ),
     (
         "train.evaluation.patience=3",
@@ -419,7 +419,7 @@ WITHOUT_USERS = ["features[2].sides=[HISTORY]", "features[3].sides=[HISTORY]"]
         ([f"{CONTEXTUAL}.joined_contextual={{}}", *WITHOUT_USERS], "joined_contextual: it is made of USER"),
         (
             [f"{CONTEXTUAL}={{content_contextualized {{}}}}", *WITHOUT_USERS],
-            "content_contextualized: it is made of USER features, and no feature has this side; drop it",
+            "content_contextualized: it is made of USER features, but no feature has this side; remove it",
         ),
         (
             [f"{CONTEXTUAL}.action_placement=INTERLEAVED", "model.max_seq_len=46"],
@@ -444,8 +444,8 @@ def test_findings_carry_the_place_of_the_nearest_field(tmp_path):
     loaded.pipeline.model.ranker.tasks[1].ClearField("loss")
     (found,) = config.check(loaded.pipeline, loaded.locations)
     line = next(number for number, text in enumerate(RANKER.split("\n"), 1) if '"time"' in text)
-    assert found == f"{tmp_path}/x.config:{line}: model.ranker.tasks[1].loss: not set; it is needed"
-    assert config.check(loaded.pipeline) == ["model.ranker.tasks[1].loss: not set; it is needed"]
+    assert found == f"{tmp_path}/x.config:{line}: model.ranker.tasks[1].loss: not set, but required"
+    assert config.check(loaded.pipeline) == ["model.ranker.tasks[1].loss: not set, but required"]
 
 
 def test_enum_values_that_only_code_can_set():
@@ -453,8 +453,11 @@ def test_enum_values_that_only_code_can_set():
     pipeline.model.precision = pb.PRECISION_UNSPECIFIED
     pipeline.features[0].sides.append(9)
     found = config.check(pipeline)
-    assert "model.precision: 0 is no value; it must be one of FP32, BF16" in found
-    assert "features[0].sides: 9 is no value; it must be one of USER, HISTORY, CANDIDATE, ITEM" in found
+    assert "model.precision: 0 is not one of its values; it must be one of FP32, BF16" in found
+    assert (
+        "features[0].sides: 9 is not one of its values; it must be one of USER, HISTORY, CANDIDATE, ITEM"
+        in found
+    )
 
 
 def test_gauc_needs_users(tmp_path):

@@ -179,7 +179,7 @@ def test_a_target_outside_names_its_row(target):
     queries, items, targets = full_problem()
     targets[3] = target
     with pytest.raises(
-        ValueError, match=f"target of row 3 is {target}, which is no row of weight: allowed are 0 to 8"
+        ValueError, match=f"target of row 3 is {target}, which is not a row of weight: allowed are 0 to 8"
     ):
         make()(queries, items, targets)
 

@@ -149,7 +149,7 @@ def test_the_commands_fit_the_rows_that_the_config_names(splits, commands):
 
 
 def test_after_a_signal_the_next_command_is_the_same_one():
-    lines = next_lines(Outcome(7, "signal 15 asked for it", Path("c"), None, 15), RUN)
+    lines = next_lines(Outcome(7, "signal 15 stopped the run", Path("c"), None, 15), RUN)
     assert lines[-1] == "to resume, start the same command again"
 
 
