@@ -31,7 +31,8 @@ class Parser(argparse.ArgumentParser):
         """Parses arguments; if a shell asks for completions, prints them and ends the process."""
         if COMPLETING in os.environ:
             _complete(self)
-        self._arguments = args
+        self._arguments = sys.argv[1:] if args is None else list(args)
+        self._require_values()
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -45,6 +46,18 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
             hints += [f"Did you mean {near[0]}? "] if near and argument.startswith("-") else []
         self.exit(2, f"{self.prog}: {message}. {''.join(hints)}--help lists the flags.\n")
+
+    def _require_values(self) -> None:
+        """Ends the process if a flag has an empty value, as `--run-dir "$DIR"` has if the variable is unset.
+
+        An empty path would stand for the current folder.
+        """
+        for place, argument in enumerate(self._arguments):
+            flag, equals, value = argument.partition("=")
+            if not argument and place:
+                flag = self._arguments[place - 1]
+            if flag.startswith("--") and not value and (equals or not argument):
+                self.error(f"argument {flag}: its value is empty")
 
     def _unrecognized(self) -> str | None:
         """Returns argparse's message about unknown arguments, which argparse itself does not check while a
@@ -80,6 +93,8 @@ def split_command(parser: Parser, names: Iterable[str], arguments: Sequence[str]
     names = list(names)
     if COMPLETING in os.environ:
         return _command_of_shell(parser, names), []
+    if not arguments:
+        parser.exit(2, f"{parser.prog}: no command is given. Commands: {', '.join(names)}.\n")
     parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     name = parser.parse_args(arguments[:1]).command
     if name not in names:

@@ -52,9 +52,12 @@ def packaged_config(flags: argparse.Namespace) -> Path:
     """Returns the config in the package that the flags name."""
     if flags.config is not None:
         raise ConfigError("--config: a package carries its own config; change it with --set")
-    path = package_folder(flags) / config.FILE_NAME
+    folder = package_folder(flags)
+    path = folder / config.FILE_NAME
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no package here; `python -m recsys.export` makes one from a run")
+        raise ConfigError(
+            f"{folder}: there is no package here; `python -m recsys.export` makes one from a run"
+        )
     return path
 
 

@@ -26,6 +26,13 @@ def test_a_misspelled_flag_is_named_although_a_required_one_is_missing(arguments
     assert capsys.readouterr().err == f"python -m recsys.sid fit: {answer}\n"
 
 
+@pytest.mark.parametrize("arguments", [["--output", ""], ["--output=", "--embeddings", "x"]])
+def test_an_empty_value_is_an_error_because_an_empty_path_is_the_current_folder(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        fit(arguments)
+    assert "fit: argument --output: its value is empty. --help" in capsys.readouterr().err
+
+
 def test_a_missing_positional_argument_is_named_unless_a_flag_is_unknown(capsys):
     parser = Parser("tool")
     parser.add_argument("folder")

@@ -120,7 +120,7 @@ def require_whole(folder: Path, remedy: str, needed: str) -> None:
         DataError: a file is missing, differs, or was added.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; {remedy}")
+        raise DataError(f"{folder}: no such folder; check the path, or {remedy}")
     faults = files.manifest_faults(folder)
     faults += [f"{path}: not in the manifest" for path in files.not_in_manifest(folder) if not faults]
     if not faults and not (folder / needed).is_file():

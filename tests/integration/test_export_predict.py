@@ -288,9 +288,7 @@ def test_wrong_calls_say_what_to_do(ranker, tmp_path):
     said = command("predict", "--package", ranker.package, "--output", tmp_path / "o", code=2)
     assert "--input: not given, and the package's config has no data.test" in said
     said = command("predict", "--package", tmp_path, "--input", ranker.rows, code=2)
-    assert (
-        f"{tmp_path}/config.resolved: there is no package here" in said and "python -m recsys.export" in said
-    )
+    assert f"{tmp_path}: there is no package here" in said and "python -m recsys.export" in said
     assert "no such file" in command(
         "predict",
         "--package",

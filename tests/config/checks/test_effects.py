@@ -13,7 +13,7 @@ CONTEXTUAL = "model.ranker.preprocessor.contextual"
 ITEM = "features[0]"
 
 WARNINGS = [
-    (RANKER, ["train.accumulate_batches=2"], "train.accumulate_batches: holds for dense parameters only"),
+    (RANKER, ["train.accumulate_batches=2"], "train.accumulate_batches: applies to dense parameters only"),
     (RANKER, ["train.accumulate_batches=2", "model.embedding.placement=REPLICATED"], None),
     (
         RANKER,

@@ -68,7 +68,7 @@ RANKER_RULES = [
         "features[2].name: its column uih_author is also that of feature author",
         2,
     ),
-    ("features[2].name=uih_age", "features[2].name: 'uih_age' is a USER feature, and uih_ begins"),
+    ("features[2].name=uih_age", "features[2].name: 'uih_age' is a USER feature, but uih_ begins"),
     (
         "features[2].name=request_time",
         "features[2].name: its column request_time holds the time of the request",
@@ -132,7 +132,7 @@ RANKER_RULES = [
     (f"{TASK}.metrics=[{{}}]", f"{TASK}.metrics[0]: nothing is chosen; set one of auc"),
     (
         f"{TASK}.metrics=[{{auc {{}}}}, {{auc {{}}}}]",
-        f"{TASK}.metrics[1]: click/auc is also {TASK}.metrics[0]; drop one",
+        f"{TASK}.metrics[1]: click/auc is also {TASK}.metrics[0]; remove one",
     ),
     (
         f"{TASK}.loss={{binary_cross_entropy {{label_smoothing: 1}}}}",
