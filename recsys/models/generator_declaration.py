@@ -1,4 +1,4 @@
-"""`CodeGeneratorDeclaration`: what configs must know about generators before a model is built."""
+"""`CodeGeneratorDeclaration`: facts about generators that configs need before a model is built."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
         return ["log_probability"]
 
     def findings(self) -> Iterator[Finding]:
-        """Checks heads and the table of the item, besides what all families of next-item training check."""
+        """Checks heads and the table of the item, after the checks of all next-item families."""
         yield from super().findings()
         width, heads = self.pipeline.model.embedding_dim, self.config.decoder.num_heads
         if heads > 0 and width % heads:

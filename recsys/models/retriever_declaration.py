@@ -27,7 +27,7 @@ _ENCODER = "model.retriever.item_encoder"
 
 
 class NextItemDeclaration(ModelDeclaration):
-    """Declares what all families have in common that are trained to find the next item of a history."""
+    """Declares what all families that are trained to find the next item of a history have in common."""
 
     has_targets = False
     may_change = ("metrics", "seen", "repeated_targets", "weight_column")
@@ -198,13 +198,13 @@ class RetrieverDeclaration(NextItemDeclaration):
         return [LossField(self.config.loss, f"{self.path}.loss", frozenset({"retrieval"}))]
 
     def findings(self) -> Iterator[Finding]:
-        """Checks the item encoder, besides what all families of next-item training check."""
+        """Checks the item encoder, after the checks of all next-item families."""
         yield from super().findings()
         if self._encodes_items:
             yield from self._encoder()
 
     def warnings(self) -> Iterator[Finding]:
-        """Yields a norm without effect, besides what all families of next-item training warn of."""
+        """Yields a norm without effect, after the warnings of all next-item families."""
         yield from super().warnings()
         if self.config.postprocessor.HasField("l2_norm") and self.config.l2_normalize:
             problem = "without effect: l2_normalize gives queries and items unit length in any case"

@@ -1,10 +1,10 @@
 """The routes of the server, as a FastAPI application.
 
-POST /score, /recommend     one of them, as the package scores candidates or searches items
-POST /reload                with the token only
+POST /score, /recommend     one of the two: the package either scores candidates or searches items
+POST /reload                needs a token
 GET  /healthz, /readyz      alive; ready to answer
 GET  /metrics               Prometheus
-GET  /openapi.json          made of what the package reads
+GET  /openapi.json          describes the columns that the package reads
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from recsys.serving.schema import Failure, InvalidRequestError
 SCORE, RECOMMEND, RELOAD = "/score", "/recommend", "/reload"
 _ROUTES = frozenset({SCORE, RECOMMEND, RELOAD, "/healthz", "/readyz", "/metrics", "/openapi.json"})
 _SMALL = 1 << 16
-"""Bytes up to which a body is parsed in the event loop; larger ones would keep other requests waiting."""
+"""Largest body in bytes that is parsed in the event loop. Larger ones would keep other requests waiting."""
 
 _REFERENCE = "#/components/schemas/{model}"
 _FAILURES = {
@@ -56,10 +56,12 @@ class ServingOptions:
 
     Attributes:
         deadline: seconds from a request's head to its answer.
-        max_requests: requests at a time; those beyond are answered 503 before their body is read, because
-            validating is work for the event loop too.
-        max_body: bytes of a request; all bodies in memory have at most `max_bodies` bytes.
-        token: needed by all requests but health checks; None to need none and have no reload.
+        max_requests: most requests at a time. Further ones get a 503 before their body is read, because
+            validating a body also takes time of the event loop.
+        max_body: most bytes of a request's body.
+        max_bodies: most bytes of all bodies in memory.
+        token: token that all requests but health checks must carry; None to require none and to turn
+            reloads off.
     """
 
     deadline: float
@@ -75,7 +77,7 @@ class ReloadRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     package: str | None = None
-    """A folder beside the package that the server was started with; None loads that one again."""
+    """Name of a folder beside the package that the server was started with; None reloads that package."""
 
 
 def create_app(
@@ -84,13 +86,13 @@ def create_app(
     options: ServingOptions,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """Makes the application.
+    """Creates the application.
 
     Args:
         holder: the model that answers.
         metrics: counts requests.
         options: limits, token.
-        is_stopping: tells whether the server is about to end, when it is not ready any more.
+        is_stopping: returns whether the server is about to stop; it is then no longer ready.
     """
     app = FastAPI(title="recsys", version=recsys.__version__, docs_url=None, redoc_url=None)
     bodies = Bodies(options.max_body, options.max_bodies)
@@ -214,7 +216,7 @@ def _busy(error: str) -> JSONResponse:
 
 
 def _openapi(app: FastAPI, holder: ModelHolder) -> dict[str, Any]:
-    """Describes the routes, with the request and answer of the package that is served."""
+    """Returns the OpenAPI description, with the request and answer schemas of the served package."""
     model = holder.current
     described = get_openapi(title=app.title, version=app.version, routes=app.routes)
     served_path, unserved_path = (RECOMMEND, SCORE) if model.recommends else (SCORE, RECOMMEND)
