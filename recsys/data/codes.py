@@ -50,7 +50,7 @@ def read_codes(folder: Path) -> BundleCodes:
     """Reads the codes of a bundle after a check of the hash of every file.
 
     Raises:
-        DataError: the folder is no bundle, of another format, or a file of it is missing, changed or added.
+        DataError: the folder is not a bundle, has another format, or a file is missing, changed or added.
     """
     require_whole(folder, REMEDY, ABOUT)
     try:

@@ -1,4 +1,4 @@
-"""Reads what semantic ids are made from: item ids, item texts and the training events of a data folder."""
+"""Reads the inputs of semantic ids: item ids, item texts and the training events of a data folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Histories:
 
 
 def read_ids(data: Path) -> pl.Series:
-    """Reads the ids of all items of a data folder, sorted, so that no event decides the order of the rows.
+    """Reads the ids of all items of a data folder, sorted, so that their order does not depend on events.
 
     Raises:
         DataError: the folder has no vocabulary of items.
@@ -93,7 +93,7 @@ def read_texts(
         ids: as `read_ids` returns them.
         table: another item table instead of these two: .parquet, .csv or .jsonl.
         id_column: name of the column of ids in `table`.
-        columns: columns of the text in their order; none: all but the ids.
+        columns: text columns, in the order of the text; empty: all columns but the ids.
 
     Raises:
         ConfigError: there is no item table, or it has no such column.
@@ -137,10 +137,10 @@ def _texts(
 
 
 def _cast_ids(values: pl.Series, kind: pl.DataType, path: Path) -> pl.Series:
-    """Gives ids of a table the type that the data has.
+    """Casts the ids of a table to the type of the data's ids.
 
     Raises:
-        ConfigError: the data has integers, the table others.
+        ConfigError: the data has integers, and the table has another type.
         DataError: an id is missing.
     """
     if values.null_count():
@@ -158,7 +158,7 @@ def _cast_ids(values: pl.Series, kind: pl.DataType, path: Path) -> pl.Series:
 
 
 def _words(value: object) -> str:
-    """Writes a cell as text; of nested lists, such as paths of categories, the elements."""
+    """Writes a cell as text; nested lists, such as paths of categories, are flattened."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -170,8 +170,8 @@ def read_vectors(path: Path, ids: pl.Series, id_column: str) -> np.ndarray:
     """Reads vectors made elsewhere, float64 [items, D]; a row of zeros for an item that the file leaves out.
 
     Args:
-        path: .parquet with a column of ids and one of lists of numbers, or .npy with a row for each id of the
-            sorted catalogue.
+        path: a .parquet file with a column of ids and a column of lists of numbers, or an .npy file with a
+            row for each id of the sorted catalogue.
         ids: as `read_ids` returns them.
         id_column: name of the column of ids.
 

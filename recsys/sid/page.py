@@ -1,4 +1,4 @@
-"""The report of a bundle: lines for the terminal, and one self-contained HTML page with pictures."""
+"""The report of a bundle: lines for the terminal, and one self-contained HTML page with charts."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -12,14 +12,14 @@ from recsys.training.hooks.report_page import Tile, card, facts_table, grid, pag
 
 _LEFT, _TOP, _BOTTOM = 44, 10, 24
 _MOST_SIZES = 24
-"""Bars of the chart of shared codes; larger groups are joined in the last."""
+"""Most bars of the chart of shared codes; the last bar joins all larger groups."""
 
 _MOST_SHARED = 10
-"""Codes with the most items that the page lists."""
+"""Number of codes with the most items that the page lists."""
 
 
 def lines(bundle: Bundle) -> list[str]:
-    """Returns the report as lines: a name, its value."""
+    """Returns the report as lines, each with a name and its value."""
     about, codes = bundle.about, bundle.about.codes
     rows = [
         ("quantizer", f"{about.quantizer}, {len(codes.levels)} codes of {about.size}"),
@@ -60,7 +60,7 @@ def percent(share: float) -> str:
 
 
 def build(bundle: Bundle, name: str) -> str:
-    """Returns the page as HTML; `name` is that of the bundle's folder."""
+    """Returns the page as HTML; `name` is the name of the bundle's folder."""
     about, codes = bundle.about, bundle.about.codes
     dead = sum(level.dead for level in codes.levels)
     made = f"{about.quantizer}, {len(codes.levels)} codes of {about.size}"
@@ -135,12 +135,12 @@ def bar_chart(
     ends: tuple[str, str],
     even: float | None = None,
 ) -> str:
-    """A `<figure>` of bars.
+    """Returns a `<figure>` of bars.
 
     Args:
         title, about: plain text.
         values: heights.
-        labels: what each bar says under the pointer.
+        labels: text that each bar shows under the pointer.
         ends: labels of the first and the last bar.
         even: height of a dashed line.
     """
@@ -185,7 +185,7 @@ def _level_table(bundle: Bundle) -> str:
 
 
 def _shared_table(bundle: Bundle) -> str:
-    """The codes with the most items, with some of these."""
+    """Returns a table of the codes with the most items, and of some of these items."""
     groups: Mapping[tuple, list] = {}
     sizes = bucket_sizes(bundle.codes)
     for row in np.flatnonzero(sizes > 1).tolist():

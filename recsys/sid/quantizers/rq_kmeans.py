@@ -1,4 +1,4 @@
-"""`RqKmeans`: k-means on vectors, then on what the level before leaves, and so on."""
+"""`RqKmeans`: k-means on vectors, then on the residuals of each level for the next one."""
 
 from collections.abc import Mapping
 
