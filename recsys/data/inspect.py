@@ -14,8 +14,8 @@ from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary, mapp
 
 
 class Token(NamedTuple):
-    """One token of a sample; `position` is its index in the sequence, `-` for a candidate that is no
-    token."""
+    """One token of a sample; `position` is its index in the sequence, `-` for a candidate that is not
+    a token."""
 
     position: str
     kind: str

@@ -72,7 +72,7 @@ def compile_graph(
         "aot_inductor.check_lowerbound": False,
         # This affects only the glue code between kernels, not kernels. It halves the time of compilation.
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        # If this were not given, PyTorch would compile and run a program per instruction set to find out
+        # Without this setting, PyTorch would compile and run a program per instruction set to find out
         # which ones this machine has, which takes a minute.
         "cpp.simdlen": 256,
         "cpp.vec_isa_ok": True,

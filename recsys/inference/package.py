@@ -375,7 +375,7 @@ def _require_same_model(folder: Path, description: Description, pipeline: pb.Pip
 
 def _require_vector_each(folder: Path, vectors: Tensor, pipeline: pb.Pipeline) -> None:
     """Raises PackageError if number or width of the vectors do not fit the config's items."""
-    # A model that scores items itself is never compared with their vectors, whose width is its own affair.
+    # A model that scores items itself is never compared with their vectors, so their width may be anything.
     width = vectors.shape[1] if model_of(pipeline).scores_items else pipeline.model.embedding_dim
     expected = (features.table_rows(features.searched_item(pipeline)) - 1, width)
     if tuple(vectors.shape) != expected:

@@ -54,9 +54,8 @@ class Program:
         loader = logging.getLogger("torch.export.pt2_archive._package")
         loader.addFilter(_is_not_target_warning)
         try:
-            # For a warning that is not wanted, the loader compares this processor with that of the export. To
-            # find out what this processor can do, it would compile and run a program per instruction set,
-            # which takes a minute.
+            # The loader warns if this processor differs from that of the export. To find out what this
+            # processor can do, it would compile and run a program per instruction set, for a minute.
             with inductor.patch("cpp.vec_isa_ok", True):
                 self._compiled = torch._inductor.aoti_load_package(str(path))
         finally:

@@ -89,8 +89,10 @@ class GivenScores:
     """Finds the best items by scores that a model has computed for all of them."""
 
     def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
-        """Implements `Search.best`; `queries` are the scores, float32 [B, V]. Of equal scores the item that
-        comes first in the vocabulary is the better one."""
+        """Implements `Search.best`; `queries` are the scores, float32 [B, V].
+
+        Of items with equal scores, the one that comes first in the vocabulary is better.
+        """
         rows, num_items = queries.shape
         # The last column takes items that are not in the catalogue.
         scores = torch.cat([queries, queries.new_zeros(rows, 1)], dim=1)
@@ -158,7 +160,7 @@ class FaissIndex:
         return Recall(self._config.factory, self._config.search, self._k, self._rows, share)
 
     def _look_up(self, queries: np.ndarray, k: int, gone: "_Removed") -> np.ndarray:
-        """Returns the items that the index finds and that are not removed, int64 [B, k]; -1 where too few."""
+        """Returns the items that the index finds without removed ones, int64 [B, k], padded with -1."""
         numbers = np.full((len(queries), k), -1, np.int64)
         # Search rows with similar numbers of removed items together, so that few rows fetch too many.
         classes = np.ceil(np.log2(gone.counts + 1)).astype(np.int64)

@@ -79,7 +79,7 @@ class Packed(NamedTuple):
         buffer: uint8, all arrays one after the other. Between processes `workers` may put a `Slot` of shared
             memory in its place.
         layout: for each array its field, key (if the field is a dict), dtype, first byte and number of bytes.
-        others: the fields without arrays.
+        plain_fields: the fields without arrays.
     """
 
     buffer: Any

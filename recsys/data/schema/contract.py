@@ -45,7 +45,7 @@ class FileColumn:
         name: the column's name in the file.
         side: pb.USER (one value per row), pb.HISTORY or pb.CANDIDATE (one list per row).
         kind: meaning of the values.
-        required: True if a file without the column is refused.
+        required: True if a file without the column is rejected.
         multi_valued: True if each element is a list of values.
         feature: the feature that the column belongs to, if any.
         task: the task whose labels the column holds, if any.
