@@ -2,7 +2,7 @@
 
 An entry point is a function of a `Call` and one line, `return cli.main("train", run, arguments)`. Exit codes:
 0 success, 1 run-time error, 2 usage or config, 3 data, 4 non-finite loss, 5 installation, 130 and 143 after a
-signal, 141 if nobody reads the output any more.
+signal, 141 if the output is no longer read.
 """
 
 import argparse

@@ -126,7 +126,7 @@ def _complete(parser: Parser) -> None:
 
 
 def closed_pipe() -> int:
-    """Drops the rest of the output, which nobody reads any more (`| head`), and returns exit code 141."""
+    """Drops the rest of the output, which is no longer read (`| head`), and returns exit code 141."""
     # Without this, Python would complain about the closed pipe when it exits.
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Speed of the ops that move rows, on a GPU, and only of what is right: compared before it is timed.
+"""Measures the speed of the ops that move rows on a GPU; each case is checked before it is timed.
 
     python scripts/bench_jagged.py [--backend triton] [--tokens 262144] [--case NAME ...] [--record FILE]
 
-What the front of a model does with a training batch: tokens are put together from their parts (`assemble`,
-one map over 3 or 4 sources), channels are cut out (`channels`, two maps over the same rows), the history is
-cut off (`truncate`), positions and ages are added (`embed`; `embed hot`: 80 % of the ages are equal). Beside
-the backend stands the same in PyTorch: `cat`, `index_select`, `embedding` and their own gradients. TB/s count
-the bytes that must be read and written once.
+The cases are the first steps of a model on a training batch: tokens are assembled from their parts
+(`assemble`, one map over 3 or 4 sources), channels are selected (`channels`, two maps over the same rows),
+the history is truncated (`truncate`), and positions and ages are added (`embed`; in `embed hot`, 80 % of
+the ages are equal). Each backend is compared with PyTorch: `cat`, `index_select`, `embedding` and their
+gradients. TB/s count the bytes that must be read and written once.
 
-A case may be twice as far from float64 as PyTorch; rows that are only moved must be equal. `--record` writes
-a list of `{op, backend, shape, pass, ms, tb_s, host_us, ok, commit}`: `ms` is the device's time, with the
-host far ahead of it, `host_us` that of the host alone. On a CPU it runs tiny shapes, to test itself. Exit
-code 1 when a case was wrong.
+The error of a case from float64 may be twice that of PyTorch; rows that are only moved must be equal.
+`--record` writes a list of `{op, backend, shape, pass, ms, tb_s, host_us, ok, commit}`: `ms` is the time of
+the device with the host far ahead of it, `host_us` the time of the host alone. On a CPU, tiny shapes test
+the script itself. The exit code is 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the record."""
+    """One entry of the record."""
 
     op: str
     backend: str
     shape: str
-    direction: str  # "pass" in the file: a word that Python keeps for itself
+    direction: str  # "pass" in the file, which is a keyword of Python
     ms: float | None
     tb_s: float | None
     host_us: float | None
@@ -79,7 +79,7 @@ class Record:
 
 
 def layout_of(tokens: int, device: str) -> SequenceLayout:
-    """Return a layout of about `tokens` tokens in samples of unlike length."""
+    """Return a layout of about `tokens` tokens in samples of different lengths."""
     mean = max(1, tokens // SAMPLES - CONTEXTUAL - TARGETS)
     generator = torch.Generator().manual_seed(0)
     history = torch.randint(mean // 2, mean * 3 // 2 + 1, (SAMPLES,), generator=generator)
@@ -154,7 +154,7 @@ def _truncate(layout: SequenceLayout, width: int, dtype: torch.dtype, device: st
 
 
 def _embed(layout: SequenceLayout, width: int, hot: float, device: str, backend: str) -> Case:
-    """Positions up to the longest sample; ages, of which a share may be equal."""
+    """Make positions up to the longest sample, and ages, of which a share may be equal."""
     total = layout.total_len
     chance = torch.rand(total, device=device)
     ages = (torch.rand(total, device=device) ** 3 * AGES).long()
@@ -196,10 +196,10 @@ def error_of(case: Case) -> float:
 
 
 def bench(make: Callable[[int], Case], tokens: int, shape: str, context: Context) -> list[Record]:
-    """Records of the backend and of PyTorch; without times when the case is wrong.
+    """Return records of the backend and of PyTorch, without times if the case is wrong.
 
     Args:
-        make: a case of so many tokens.
+        make: makes a case with the given number of tokens.
     """
     small = make(min(tokens, 8192))
     shape = f"{small.name} {shape}"
@@ -230,7 +230,7 @@ class Context(NamedTuple):
 
 
 def measure(run: Callable[[int], object], context: Context) -> tuple[float, float]:
-    """Median ms on the device, median microseconds on the host."""
+    """Return the median ms on the device and the median microseconds on the host."""
     if context.device != "cuda":
         ms = median_ms(run, context.device, context.repeats)
         return ms, 1e3 * ms
@@ -252,7 +252,7 @@ def measure(run: Callable[[int], object], context: Context) -> tuple[float, floa
 
 
 def passes(case: Case, way: Way) -> tuple[Callable[[int], object], Callable[[int], object]]:
-    """Forward alone, backward alone."""
+    """Return functions that run the forward pass alone and the backward pass alone."""
     out = way(*case.leaves)
     cotangent = torch.randn_like(out)
 
@@ -280,13 +280,15 @@ def table(records: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Correctness-gated speed of the ops that move rows.")
+    parser = argparse.ArgumentParser(
+        description="Measures the speed of the ops that move rows, after checking their results."
+    )
     parser.add_argument("--backend", default="triton" if torch.cuda.is_available() else "reference")
     parser.add_argument("--tokens", type=int, default=262_144)
     parser.add_argument("--case", action="append", help="only shapes that contain this; may be repeated")
     parser.add_argument("--record", type=Path, help="where to write the list of records")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    parser.add_argument("--commit", help="commit to record, for machines without git")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = [(256, torch.float32), (512, torch.float32), (256, torch.bfloat16)]

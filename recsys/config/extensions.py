@@ -86,7 +86,7 @@ def discover() -> bool:
                 load([entry.module], f"entry point {entry.name} of {GROUP}: import")
             except ConfigError as error:
                 if _POOL in str(error):
-                    raise  # protobuf keeps traces of the refused file, and must not be asked any more
+                    raise  # protobuf keeps traces of the rejected file: do not use it any further
                 _BROKEN[entry.module] = str(error)
     return len(_LOADED) + len(_BROKEN) > before
 

@@ -381,7 +381,7 @@ def _microseconds(piece: Piece, name: str) -> pl.Series:
 
 
 def _iso(text: str) -> int | None:
-    """Parses one date to microseconds since 1970, for columns with mixed formats; None if it is no date."""
+    """Parses one date to microseconds since 1970, for columns with mixed formats; returns None otherwise."""
     try:
         moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:

@@ -139,7 +139,7 @@ def _parsed(
             yield line, previous
             line += previous.height
         previous = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
-    # Blank lines after the last event are no events; anywhere else they are a mistake.
+    # Blank lines after the last event are not events; anywhere else they are a mistake.
     if (filled := _filled(previous)).any():
         yield line, previous.head(filled.arg_true()[-1] + 1)
 

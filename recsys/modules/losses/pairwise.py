@@ -70,7 +70,7 @@ def pair_losses(logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
 
 
 def _means(logits: Tensor, labels: Tensor, row: Tensor, other_logits: Tensor, other_labels: Tensor) -> Tensor:
-    """Returns mean losses of n candidates against `others` [B, longest row], whose padding has NaN labels."""
+    """Returns the mean losses of n candidates against all rows, [B, longest row], padded with NaN labels."""
     difference = labels[:, None] - other_labels.index_select(0, row)
     sign = torch.nan_to_num(difference).sign().to(logits.dtype)
     losses = -F.logsigmoid(sign * (logits[:, None] - other_logits.index_select(0, row)))
