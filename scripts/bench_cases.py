@@ -1,4 +1,4 @@
-"""The shapes that `bench_ops.py` measures, and the work that is in them."""
+"""Defines the shapes that `bench_ops.py` measures, and counts their FLOP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
     biased: bool = False
     deterministic: bool = False
     num_cached: Tensor | None = None
-    """int64 [B]: tokens of each sample that are in a cache, the others are computed; None without a cache."""
+    """Number of tokens of each sample that are in a cache, int64 [B]; None without a cache."""
 
     @property
     def op(self) -> str:
@@ -40,14 +40,14 @@ class Case:
         return ("fwd", "bwd") if self.num_cached is None else ("fwd",)
 
     def layout(self) -> SequenceLayout:
-        """The layout of whole samples on the host, with `num_targets` targets each."""
+        """Returns the layout of whole samples on the host, with `num_targets` targets each."""
         return SequenceLayout(
             self.lengths, torch.full_like(self.lengths, self.num_targets), self.num_contextual
         )
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """The shapes of the published table, then those with bias, windows, targets and determinism."""
+    """Returns the published shapes, then those with bias, windows, targets and determinism."""
     equal = [
         (128, 1024, 128),
         (32, 4096, 128),
@@ -59,7 +59,7 @@ def cases(quick: bool = False) -> list[Case]:
     cases = [
         Case(f"B{batch} L{length} D{dim}", torch.full((batch,), length), dim) for batch, length, dim in equal
     ]
-    # These draws have the amount of work that was published, so that times can be compared.
+    # These draws have the published amount of work, so that times can be compared.
     uniform = torch.randint(1, 4097, (64,), generator=torch.Generator().manual_seed(46))
     pareto = torch.rand(512, generator=torch.Generator().manual_seed(250))
     pareto = (16 / pareto.pow(1 / 0.93)).clamp(max=2048).to(torch.int64)
@@ -79,7 +79,7 @@ def cases(quick: bool = False) -> list[Case]:
 
 
 def cached_cases(uniform: Tensor) -> list[Case]:
-    """Candidates on a cached history: a microbatch of 256, then other numbers, ragged, biased, semi-local."""
+    """Returns cases of candidates on a cached history: 256, other numbers, ragged, biased, semi-local."""
 
     def case(shape: str, num_cached: Tensor, targets: int, dim: int = 128, **options: Any) -> Case:
         return Case(shape, num_cached + targets, dim, num_targets=targets, num_cached=num_cached, **options)
@@ -107,7 +107,7 @@ def tiny_cases() -> list[Case]:
 
 
 def useful_flop(case: Case) -> float:
-    """Return the FLOP of the forward: two products over the visible pairs."""
+    """Return the FLOP of the forward pass: two products over the visible pairs."""
     first = torch.zeros_like(case.lengths) if case.num_cached is None else case.num_cached
     samples, counts = torch.stack([case.lengths, first], dim=1).unique(dim=0, return_counts=True)
     pairs = 0

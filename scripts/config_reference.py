@@ -43,7 +43,7 @@ _TYPES = {
     pb2.FieldDescriptorProto.TYPE_BOOL: "bool",
     pb2.FieldDescriptorProto.TYPE_STRING: "string",
 }
-# Numbers of fields in descriptor.proto, of which a location's path is made.
+# Numbers of fields in descriptor.proto, which make up the path of a location.
 _FILE_MESSAGE, _FILE_ENUM, _FILE_OPTION = 4, 5, 7
 _MESSAGE_FIELD, _MESSAGE_ENUM = 2, 4
 _ENUM_VALUE = 2
@@ -77,10 +77,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_protos(folder: Path) -> list[Commented]:
-    """All proto files of a folder with their comments, the root first.
+    """Reads all proto files of a folder with their comments, the root first.
 
     Raises:
-        ValueError: protoc refuses a file; its message is on stderr.
+        ValueError: protoc rejects a file; its message is on stderr.
     """
     from grpc_tools import protoc  # in the `dev` extra only
 
@@ -109,7 +109,7 @@ def _comments(file: pb2.FileDescriptorProto) -> dict[tuple[int, ...], str]:
 
 
 def without_comment(sources: list[Commented]) -> list[str]:
-    """Full names of messages, fields, enums, enum values and options that no comment explains."""
+    """Returns full names of messages, fields, enums, enum values and options without a comment."""
     unexplained = []
     for file, comments in sources:
         for name, path in _elements(file):
@@ -140,7 +140,7 @@ def _enum_elements(
 
 
 def reference(sources: list[Commented]) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [
         "# Every setting of a `.config`",
         f"Made by `{COMMAND}` from the comments in `protos/`; edit those. A `.config` is one "
@@ -150,7 +150,7 @@ def reference(sources: list[Commented]) -> str:
     ]
     for source in sources:
         if not source.file.message_type:
-            continue  # what the schema says of itself is no setting
+            continue  # the options that describe the schema are not settings
         parts.append(f"## {Path(source.file.name).stem}.proto")
         for number, message in enumerate(source.file.message_type):
             parts += _message(source, message, (_FILE_MESSAGE, number))

@@ -3,11 +3,12 @@
 
     python scripts/gpu_records.py FOLDER
 
-Reads ops.json, stu.json, logp.json, topk.json, jagged.json, step.json and serving.json, as far as they are
-there, and writes record.json: a list of `{op, backend, shape, pass, ms, tflops, peak_mb, ok, commit}`. `pass`
-is `fwd`, `bwd` or `fwd+bwd`; `peak_mb` is the memory in MiB beyond the arguments of the call, or all memory
-of a training step; null is what a benchmark does not measure. Other measurements (bytes a second, the host's
-time, recall, ratios) stay in the benchmark's file. Exit code 1 if a result is wrong or there is none.
+Reads ops.json, stu.json, logp.json, topk.json, jagged.json, step.json and serving.json, as far as they
+exist, and writes record.json: a list of `{op, backend, shape, pass, ms, tflops, peak_mb, ok, commit}`.
+`pass` is `fwd`, `bwd` or `fwd+bwd`; `peak_mb` is the memory in MiB beyond the arguments of the call, or all
+memory of a training step; null marks a value that the benchmark does not measure. Other measurements (bytes
+per second, the host's time, recall, ratios) stay in the benchmark's file. Exit code 1 if a result is wrong
+or there is none.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ WAYS = ("uncached", "one_pass", "prefill", "eager", "cached", "pieces")
 
 
 def _as_it_is(entry: Entry) -> list[Entry]:
-    """Ops, layers and moved rows: `extra_mb` is the peak of those that say it."""
+    """Converts records of ops, layers and moved rows; `extra_mb`, if given, is the peak."""
     return [{"tflops": None, "peak_mb": entry.get("extra_mb")} | entry]
 
 
 def _top_k(entry: Entry) -> list[Entry]:
-    """Exact search on a GPU; an index is searched on the CPU."""
+    """Converts records of exact search on a GPU; an index is searched on the CPU."""
     if entry["search"] != "exact":
         return []
     flop = 2 * entry["queries"] * entry["items"] * entry["dim"]
@@ -77,7 +78,7 @@ FORMS: dict[str, Callable[[Entry], list[Entry]]] = {
 
 
 def records(folder: Path) -> list[Entry]:
-    """The contents of record.json for the files of a folder."""
+    """Returns the contents of record.json for the files of a folder."""
     measurements = []
     for name, form in FORMS.items():
         path = folder / f"{name}.json"
@@ -89,13 +90,15 @@ def records(folder: Path) -> list[Entry]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="One list of what GPU benchmarks wrote.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Merges the results of the GPU benchmarks in a folder into one list.", allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args(arguments).folder
     measurements = records(folder)
     if not measurements:
         expected = ", ".join(f"{name}.json" for name in FORMS)
-        print(f"{folder}: there is nothing to put together; expected are {expected}", file=sys.stderr)
+        print(f"{folder}: there is nothing to merge; expected {expected}", file=sys.stderr)
         return 1
     (folder / "record.json").write_text(json.dumps(measurements, indent=1) + "\n", encoding="utf-8")
     wrong = [entry for entry in measurements if entry["ok"] is False]

@@ -45,24 +45,24 @@ class Scoring:
         return self.kept.to(self.device)
 
     def uncached(self) -> Tensor:
-        """[N, tasks], history after history."""
+        """Returns scores [N, tasks], with the whole history for each piece of candidates."""
         return self._join([self.model.score(piece.to(self.device)) for piece in self.slices])
 
     def one_pass(self) -> Tensor:
-        """[N, tasks]."""
+        """Returns scores [N, tasks]."""
         return self.model.score(self.batch)
 
     def prefill(self) -> object:
-        """The cache."""
+        """Returns a new cache."""
         return self.cached_model.prefill(self.batch)
 
     def cached(self) -> Tensor:
-        """[N, tasks]."""
+        """Returns scores [N, tasks]."""
         self.cache = self.cached_model.prefill(self.batch)
         return self.pieces()
 
     def pieces(self) -> Tensor:
-        """[N, tasks], against the cache of `cached`."""
+        """Returns scores [N, tasks] against the cache of `cached`."""
         new = (piece.to(self.device) for piece in self.slices)
         return self._join([self.cached_model.score(piece, self.cache) for piece in new])
 
@@ -110,7 +110,9 @@ def piece(pipeline: pb.Pipeline, batch: Batch, start: int, stop: int) -> Batch:
         values_of_key, lengths_of_key = batch.ids[key].values(), batch.ids[key].lengths()
         if columns[key].side == pb.CANDIDATE:
             if columns[key].multi_valued:
-                raise ConfigError(f"features: {key} is multi-valued; no such candidate feature is benched")
+                raise ConfigError(
+                    f"features: {key} is multi-valued; such candidate features are not supported here"
+                )
             values_of_key, lengths_of_key = cut(values_of_key), lengths_of_key - (total - kept)
         values.append(values_of_key)
         lengths.append(lengths_of_key)

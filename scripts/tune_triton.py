@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Find the fastest block sizes of attention's Triton kernels: compile and check many side by side, then time.
+"""Find the fastest block sizes of attention's Triton kernels: compile and check in parallel, then time.
 
     python scripts/tune_triton.py [--kernel forward keys] [--dim 64 128 256] [--shape L4096] [--seconds 120]
 
-Each choice is compiled and compared with the reference in a process of its own, and all must be done after
-`--seconds`: a deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed one
-after the other. Without bias, in bfloat16. The best go into `block_sizes.py`, if they do not spill with every
-kind of mask: `tests/ops/hstu_attention/test_triton_compile.py`.
+Each choice is compiled and compared with the reference in a separate process, and all must be done after
+`--seconds`, so that a deadlock or an illegal access affects only that choice. Choices that pass are timed
+one after the other, without bias, in bfloat16. Enter the best ones into `block_sizes.py` if they do not
+spill with any kind of mask; `tests/ops/hstu_attention/test_triton_compile.py` checks this.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def time_choices(shape: Case, choices: list[Choice], results) -> None:
 
 
 def in_process(target, *arguments):
-    """Run `target(*arguments, queue)` in a process of its own; return the process and the queue."""
+    """Run `target(*arguments, queue)` in a separate process; return the process and the queue."""
     context = multiprocessing.get_context("fork")  # what was imported need not be imported again
     queue = context.SimpleQueue()
     process = context.Process(target=target, args=(*arguments, queue), daemon=True)
@@ -187,11 +187,13 @@ def passing(choices: list[Choice], seconds: float, at_a_time: int) -> list[Choic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Times block sizes of the Triton kernels of attention.")
+    parser = argparse.ArgumentParser(
+        description="Finds the fastest block sizes of attention's Triton kernels."
+    )
     parser.add_argument("--kernel", nargs="+", default=list(PRODUCTS))
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--shape", action="append", help="only shapes whose name contains this")
-    parser.add_argument("--seconds", type=float, default=120, help="for all checks")
+    parser.add_argument("--seconds", type=float, default=120, help="time limit for all checks together")
     parser.add_argument("--processes", type=int, default=16)
     options = parser.parse_args()
     choices = [

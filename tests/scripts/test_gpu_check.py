@@ -137,4 +137,4 @@ def test_all_benchmarks_end_in_one_form(tmp_path, capsys):
 
 def test_nothing_to_put_together_is_named(tmp_path, capsys):
     assert gpu_records.main([str(tmp_path)]) == 1
-    assert "there is nothing to put together; expected are ops.json, stu.json" in capsys.readouterr().err
+    assert "there is nothing to merge; expected ops.json, stu.json" in capsys.readouterr().err
