@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Finds the fastest sizes for the Hopper forward kernel: compiles and checks all in parallel, then times them.
+"""Finds the fastest sizes for the Hopper forward kernel: checks them in parallel, then times all.
 
     python scripts/tune_sm90.py [--dim 64 128 256] [--shape L4096] [--section 0 12 24 48] [--seconds 120]
 
