@@ -146,7 +146,7 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
         if "step" in state:
             state["step"].zero_()
         if strangers := [key for key, value in state.items() if not isinstance(value, Tensor | None)]:
-            problem = f"its state for {name} cannot be saved: not a tensor: {', '.join(strangers)}"
+            problem = f"its state for {name} has entries that are not tensors: {', '.join(strangers)}"
             raise TypeError(f"{type(chosen).__name__}: {problem}")
     _set_rate(optimizer, chosen.lr)
     return optimizer

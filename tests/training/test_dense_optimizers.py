@@ -233,7 +233,7 @@ class Counting(torch.optim.SGD):
         (
             lambda groups: [Counting([group.for_torch() for group in groups], lr=0)],
             TypeError,
-            "AdamW: entry count of its state for tower.0.weight is not a tensor, so it cannot be saved",
+            "AdamW: its state for tower.0.weight has entries that are not tensors: count",
         ),
     ],
 )

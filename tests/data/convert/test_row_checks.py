@@ -192,7 +192,7 @@ CASES = {
     "same key and time": (
         same_key,
         "duplicate_key",
-        r"has the same user_id = 3 and request_time = 1030 as another row, 1 before it",
+        r"has the same user_id = 3 and request_time = 1030 as another row, 1 row before it",
         {},
     ),
 }

@@ -211,7 +211,9 @@ def test_who_does_not_look_finds_those_of_a_row_group(repeating, sample):
     rows[8] = rows[6]
     sample.write(rows, "other/part.parquet")
     sample.pipeline.data.train.parquet.paths[:] = [str(sample.folder / "other")]
-    with pytest.raises(DataError, match=r"row 8: has the same user_id = 6 .* as another row, 2 before it"):
+    with pytest.raises(
+        DataError, match=r"row 8: has the same user_id = 6 .* as another row, 2 rows before it"
+    ):
         list(Loader.open(sample.pipeline, "train", RULE).epoch())
 
 

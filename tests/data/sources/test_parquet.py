@@ -84,7 +84,7 @@ def test_nothing_there(folder, pattern):
 def test_an_address_of_a_protocol_that_cannot_be_read(monkeypatch):
     absent = {"class": "no_such_package.FileSystem", "err": "needs the moon"}
     monkeypatch.setitem(known_implementations, "nowhere", absent)
-    with pytest.raises(DataError, match="s33:// is no known protocol. Did you mean s3://?"):
+    with pytest.raises(DataError, match="s33:// is not a known protocol. Did you mean s3://?"):
         source("s33://bucket/a.parquet")
     with pytest.raises(
         InstallationError, match=r"\(needs the moon\); type: python -m pip install no_such_pac"
@@ -109,7 +109,7 @@ def test_a_truncated_file(folder, keep):
     path = folder / "train" / "part-1.parquet"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(
-        DataError, match=r"part-1.parquet: not a complete parquet file .*copy or make it anew"
+        DataError, match=r"part-1.parquet: not a complete parquet file .*copy it again, or make a new one"
     ):
         source(folder / "train")
 

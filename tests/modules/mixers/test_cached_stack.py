@@ -225,7 +225,9 @@ def test_what_does_not_fit_is_refused(mixer):
     sequence = inputs(mixer)
     with torch.no_grad():
         cache = mixer.prefill(prefix_of(sequence))
-        with pytest.raises(ValueError, match=r"prefill takes contextual and history tokens, \d+ targets"):
+        with pytest.raises(
+            ValueError, match=r"prefill takes only contextual and history tokens, but \d+ targets"
+        ):
             mixer.prefill(sequence)
         targets = targets_of(sequence)
         with pytest.raises(ValueError, match="each sample of layout continues the same one of cache_layout"):
@@ -383,7 +385,7 @@ def test_only_new_events_extend():
     sequence = inputs(mixer)
     with torch.no_grad():
         cache = mixer.prefill(prefix_of(sequence))
-        with pytest.raises(ValueError, match="there are 0 contextual tokens a sample and 15 targets"):
+        with pytest.raises(ValueError, match="0 contextual tokens per sample and 15 targets are given"):
             mixer.extend(targets_of(sequence), cache)
         with pytest.raises(ValueError, match="there are 2 contextual tokens a sample and 0 targets"):
             mixer.extend(prefix_of(sequence), cache)

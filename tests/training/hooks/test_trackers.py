@@ -232,7 +232,7 @@ def test_mlflow_has_the_config_and_makes_a_new_run_if_it_has_lost_the_old_one(ml
     hook.finished(Outcome(6, "signal 15 stopped the run", Path(), signal=15))
     hook.close()
     run_id = (tmp_path / "mlflow.id").read_text().strip()
-    assert run_id != "0" * 32 and "MLflow has no run 00000" in caplog.text
+    assert run_id != "0" * 32 and "MLflow no longer has run 00000" in caplog.text
     written = MlflowClient(tracking_uri=mlflow_uri).get_run(run_id)
     assert written.info.status == "KILLED"
     texts = getattr(written, "files", None)  # of the stand-in
