@@ -24,8 +24,8 @@ def open_filesystem(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
             near = difflib.get_close_matches(protocol, known_implementations, n=1)
             hint = f" Did you mean {near[0]}://?" if near else ""
             raise DataError(
-                f"{address}: {protocol}:// is not a known protocol.{hint} Known protocols are https://, s3://, "
-                "gs://, az://, hf:// and others"
+                f"{address}: {protocol}:// is not a known protocol.{hint} Known protocols are https://, "
+                "s3://, gs://, az://, hf:// and others"
             )
     try:
         return fsspec.core.url_to_fs(address)
