@@ -16,8 +16,8 @@ def states(findings):
 
 
 def test_a_tested_row_is_right():
-    found = states(doctor_checks.check_versions(RIGHT))
-    assert found == {"torch": "ok", "fbgemm-gpu": "ok", "torchrec": "ok", "torchmetrics": "ok"}
+    actual = states(doctor_checks.check_versions(RIGHT))
+    assert actual == {"torch": "ok", "fbgemm-gpu": "ok", "torchrec": "ok", "torchmetrics": "ok"}
 
 
 @pytest.mark.parametrize(

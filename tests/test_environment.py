@@ -31,12 +31,12 @@ def test_versions_are_those_of_the_loaded_libraries():
     import numpy
     import torch
 
-    found = environment.versions()
+    actual = environment.versions()
     # The CUDA wheel's metadata leaves out what torch itself adds: 2.13.0 and 2.13.0+cu130.
-    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert found["numpy"] == numpy.__version__
-    assert found["python"] == sys.version.split()[0]
-    assert all(isinstance(version, str) and version for version in found.values())
+    assert actual["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert actual["numpy"] == numpy.__version__
+    assert actual["python"] == sys.version.split()[0]
+    assert all(isinstance(version, str) and version for version in actual.values())
 
 
 def test_protos_that_were_not_compiled_again_are_noticed(tmp_path, monkeypatch):

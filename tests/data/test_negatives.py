@@ -84,7 +84,7 @@ def expected(sample, rows):
     }
 
 
-def found(batch):
+def negatives_of(batch):
     return {
         **{name: batch.ids[name].values().tolist() for name in ("catalogue_labels", "catalogue_shop")},
         "catalogue_year": batch.ids["catalogue_year"].values().tolist(),
@@ -100,7 +100,7 @@ def test_a_training_batch_has_drawn_items_then_its_own_and_what_is_known_of_both
         assert own == sorted(set(events.tolist()) - {0})
         drawn = batch.ids[features.NEGATIVES].values().tolist()
         assert len(drawn) == 4
-        assert expected(retriever, drawn + own) == found(batch)
+        assert expected(retriever, drawn + own) == negatives_of(batch)
         rows = len(batch.request_time)
         for name in (features.NEGATIVES, features.BATCH_ITEMS, "catalogue_labels"):
             assert batch.ids[name].lengths().tolist()[1:] == [0] * (rows - 1)
@@ -110,7 +110,7 @@ def test_evaluation_has_the_whole_catalogue_and_no_weights(retriever):
     batch = next(Loader.open(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
     assert batch.ids[features.NEGATIVES].values().tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.ids[features.BATCH_ITEMS].values().tolist() == []
-    assert expected(retriever, range(1, 7)) == found(batch)
+    assert expected(retriever, range(1, 7)) == negatives_of(batch)
     assert features.LOG_WEIGHTS not in batch.numbers
 
 

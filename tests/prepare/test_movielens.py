@@ -89,7 +89,7 @@ def test_leave_one_out_on_original_lines(prepared):
                     "candidate_genres": [genres[target["movieId"]]],
                 }
             assert made[split][number] == expected
-    assert all(len(found) == len(users) for found in made.values())
+    assert all(len(actual) == len(users) for actual in made.values())
 
 
 def test_the_catalogue_is_every_movie_and_counts_training_only(prepared):

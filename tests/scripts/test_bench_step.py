@@ -43,21 +43,21 @@ def pairs(history, window=None, prefix=0, kept=None):
     """Visible pairs of a row, counted one by one; only the newest `kept` events look."""
     kinds = [0] * CONTEXTUAL + [1] * history + [2] * SHAPE.candidates
     older = 0 if kept is None else history - kept
-    found = 0
+    actual = 0
     for i, query in enumerate(kinds):
         if CONTEXTUAL <= i < CONTEXTUAL + older:
             continue
         for j, key in enumerate(kinds):
             if key == 0:
-                found += 1
+                actual += 1
             elif key == 1 and query == 1:
                 inside = window is None or i - j < window or j - CONTEXTUAL < prefix
-                found += j <= i and inside
+                actual += j <= i and inside
             elif key == 1:
-                found += 1
+                actual += 1
             else:
-                found += i == j
-    return found
+                actual += i == j
+    return actual
 
 
 def layer_flop(history, window=None, prefix=0, kept=None):
@@ -127,8 +127,8 @@ def test_a_variant_that_is_wrong_is_not_timed(monkeypatch, tmp_path, capsys):
 
     def off(model, batch):
         calls.append(model)
-        found = right(model, batch)
-        return [part * 1.1 for part in found] if len(calls) == 1 else found
+        actual = right(model, batch)
+        return [part * 1.1 for part in actual] if len(calls) == 1 else actual
 
     monkeypatch.setattr(bench_step, "loss_and_gradients", off)
     chosen = ["--variant", "semi-local", "--variant", "truncation", "--record", str(tmp_path / "r.json")]

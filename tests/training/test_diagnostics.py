@@ -140,12 +140,12 @@ def test_looking_closer_changes_no_metric():
 def test_nothing_undefined_is_written_as_a_number():
     pipeline, model, rows = a_ranker()
     with_one_class = [row.changed(labels={"click": [0.0] * 4, "seconds": [1.0] * 4}) for row in rows[6:7]]
-    found = look(pipeline, model, with_one_class)[1].to_json()
-    assert [one["rows"] for one in found["slices"]] == [0, 0, 1]
-    assert found["slices"][2]["history"] == [11, 40]
-    assert math.isnan(found["slices"][2]["metrics"]["click/auc"])
-    assert {one["observed"] for one in found["calibration"]["click"]} == {0.0}
-    json.dumps(found)
+    actual = look(pipeline, model, with_one_class)[1].to_json()
+    assert [one["rows"] for one in actual["slices"]] == [0, 0, 1]
+    assert actual["slices"][2]["history"] == [11, 40]
+    assert math.isnan(actual["slices"][2]["metrics"]["click/auc"])
+    assert {one["observed"] for one in actual["calibration"]["click"]} == {0.0}
+    json.dumps(actual)
 
 
 def work(rank: int, folder: str) -> None:
@@ -168,8 +168,8 @@ def test_two_ranks_find_what_one_does(tmp_path):
     run_ranks(work, str(tmp_path))
     expected = json.dumps(found_by(None))
     for rank in (0, 1):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert flat(found) == pytest.approx(flat(json.loads(expected)), rel=1e-6, nan_ok=True)
+        actual = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert flat(actual) == pytest.approx(flat(json.loads(expected)), rel=1e-6, nan_ok=True)
 
 
 def flat(value, path="") -> dict:

@@ -400,9 +400,9 @@ def _parts(rule):
 )
 def test_a_rule_finds_what_it_is_for(tmp_path, text, override, message, count):
     loaded = load(text, [override], tmp_path)
-    found = config.check(loaded.pipeline, loaded.locations)
-    assert any(message in finding for finding in found), found
-    assert len(found) == count, found
+    findings = config.check(loaded.pipeline, loaded.locations)
+    assert any(message in finding for finding in findings), findings
+    assert len(findings) == count, findings
 
 
 CONTEXTUAL = "model.ranker.preprocessor.contextual"
@@ -435,16 +435,16 @@ WITHOUT_USERS = ["features[2].sides=[HISTORY]", "features[3].sides=[HISTORY]"]
 )
 def test_a_rule_of_preprocessors(tmp_path, overrides, message):
     loaded = load(RANKER, overrides, tmp_path)
-    (found,) = config.check(loaded.pipeline, loaded.locations)
-    assert message in found
+    (finding,) = config.check(loaded.pipeline, loaded.locations)
+    assert message in finding
 
 
 def test_findings_carry_the_place_of_the_nearest_field(tmp_path):
     loaded = load(RANKER, [], tmp_path)
     loaded.pipeline.model.ranker.tasks[1].ClearField("loss")
-    (found,) = config.check(loaded.pipeline, loaded.locations)
+    (finding,) = config.check(loaded.pipeline, loaded.locations)
     line = next(number for number, text in enumerate(RANKER.split("\n"), 1) if '"time"' in text)
-    assert found == f"{tmp_path}/x.config:{line}: model.ranker.tasks[1].loss: not set, but required"
+    assert finding == f"{tmp_path}/x.config:{line}: model.ranker.tasks[1].loss: not set, but required"
     assert config.check(loaded.pipeline) == ["model.ranker.tasks[1].loss: not set, but required"]
 
 
@@ -452,21 +452,21 @@ def test_enum_values_that_only_code_can_set():
     pipeline = text_format.Parse(RANKER, pb.Pipeline())
     pipeline.model.precision = pb.PRECISION_UNSPECIFIED
     pipeline.features[0].sides.append(9)
-    found = config.check(pipeline)
-    assert "model.precision: 0 is not one of its values; it must be one of FP32, BF16" in found
+    findings = config.check(pipeline)
+    assert "model.precision: 0 is not one of its values; it must be one of FP32, BF16" in findings
     assert (
         "features[0].sides: 9 is not one of its values; it must be one of USER, HISTORY, CANDIDATE, ITEM"
-        in found
+        in findings
     )
 
 
 def test_gauc_needs_users(tmp_path):
     overrides = [f"{TASK}.metrics=[{{gauc {{}}}}]", "data.key_columns="]
-    (found,) = config.check(load(RANKER, overrides, tmp_path).pipeline)
-    assert found.startswith(f"{TASK}.metrics[0].gauc: needs to know the user of a row")
+    (finding,) = config.check(load(RANKER, overrides, tmp_path).pipeline)
+    assert finding.startswith(f"{TASK}.metrics[0].gauc: needs to know the user of a row")
 
 
 def test_nothing_at_all_is_a_list_of_findings():
-    found = config.check(pb.Pipeline())
+    findings = config.check(pb.Pipeline())
     for path in ("features", "data.train", "model", "train"):
-        assert any(line.startswith(f"{path}: ") for line in found)
+        assert any(line.startswith(f"{path}: ") for line in findings)

@@ -81,11 +81,11 @@ def test_the_last_one_counts(write):
 )
 def test_mistakes_name_the_flag(write, override, message):
     name = write("features {} model { ranker { mixer { hstu {} } } }")
-    (found,) = findings(config.load, name, [override])
-    assert found.startswith(f"--set {override}: ")
-    assert message in found
+    (finding,) = findings(config.load, name, [override])
+    assert finding.startswith(f"--set {override}: ")
+    assert message in finding
 
 
 def test_findings_of_checks_name_the_flag_too(write):
-    found = findings(config.prepare, write(RANKER), ["data.batch_size=0"])
-    assert "--set data.batch_size=0: data.batch_size: 0 is given; it must be 1 or more" in found
+    findings_of_config = findings(config.prepare, write(RANKER), ["data.batch_size=0"])
+    assert "--set data.batch_size=0: data.batch_size: 0 is given; it must be 1 or more" in findings_of_config

@@ -18,11 +18,11 @@ def make(**fields) -> MmoeHead:
 def by_hand(head: MmoeHead, user: list[float], item: list[float]) -> list[float]:
     x = [a * b for a, b in zip(user, item, strict=True)]
     experts = [plain.expert(module, x) for module in head.experts]
-    found = []
+    results = []
     for gate, tower in zip(head.gates, head.towers, strict=True):
         weights = plain.softmax(plain.mlp(gate.scores, x))
-        found += plain.mlp(tower, plain.mixture(weights, experts))
-    return found
+        results += plain.mlp(tower, plain.mixture(weights, experts))
+    return results
 
 
 def test_formula():

@@ -66,8 +66,8 @@ def test_equals_its_stacks_one_by_one(case):
 
     cotangent = torch.randn_like(expected)
     weights = list(mixer.parameters())
-    found = torch.autograd.grad((mixed.values * cotangent).sum(), weights)
-    for got, wanted in zip(found, torch.autograd.grad((expected * cotangent).sum(), weights), strict=True):
+    actual = torch.autograd.grad((mixed.values * cotangent).sum(), weights)
+    for got, wanted in zip(actual, torch.autograd.grad((expected * cotangent).sum(), weights), strict=True):
         torch.testing.assert_close(got, wanted)
         assert got.any()
 

@@ -120,12 +120,12 @@ def scale(svg, anchor, axis):
 def points_of(svg, curve):
     """(step, value) of every point of the curves with a colour."""
     step, value = scale(svg, "middle", "x"), scale(svg, "end", "y")
-    found = []
+    results = []
     for line in (line for line in svg.iter("polyline") if curve in line.get("class").split()):
         for pair in line.get("points").split():
             x, y = map(float, pair.split(","))
-            found.append((round(step(x)), value(y)))
-    return found
+            results.append((round(step(x)), value(y)))
+    return results
 
 
 def rows_of(html, css):

@@ -11,8 +11,8 @@ from tests.training.hooks.test_report import Balanced, chart, evaluation, rows_o
 
 
 def diagnosed(step, findings=None):
-    found = RESULTS.to_json() if findings is None else findings
-    text = {"kind": "diagnostics", "step": step, **found}
+    actual = RESULTS.to_json() if findings is None else findings
+    text = {"kind": "diagnostics", "step": step, **actual}
     return null(text)
 
 
