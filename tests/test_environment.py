@@ -215,9 +215,9 @@ def test_an_export_says_nothing_about_its_libraries_and_what_others_say(recwarn)
 
     with environment.quiet_export():
         torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(3, 2),)).run_decompositions()
-        assert not [one for one in recwarn if one.category is FutureWarning]
+        assert not [item for item in recwarn if item.category is FutureWarning]
         warnings.warn("another one", FutureWarning, stacklevel=1)
-    assert [str(one.message) for one in recwarn if one.category is FutureWarning] == ["another one"]
+    assert [str(item.message) for item in recwarn if item.category is FutureWarning] == ["another one"]
 
 
 def test_an_export_does_not_speak_of_a_cuda_toolkit_without_a_gpu(caplog):

@@ -145,7 +145,7 @@ def test_a_batch(sample):
 def test_a_rank_without_a_last_batch_gets_a_filler(sample):
     sample.write(sample.rows(9))
     batches = [list(loader(sample, rank=rank, world_size=2).epoch(0)) for rank in (0, 1)]
-    assert loader(sample).num_batches(0) == 3 and [len(one) for one in batches] == [2, 2]
+    assert loader(sample).num_batches(0) == 3 and [len(item) for item in batches] == [2, 2]
     last = batches[1][1]
     assert last.sample_weight.tolist() == [0.0] * 4 and last.rows.row.tolist() == [-1] * 4
     assert last.layout.lengths.tolist() == [2] * 4 and last.layout.total_targets == 0

@@ -69,18 +69,18 @@ def write(sample, items=None) -> None:
 
 def expected(sample, rows):
     """Computes the columns of rows of the item table from the file, by hand."""
-    by_id = {one["item_id"]: one for one in sample.items}
+    by_id = {entry["item_id"]: entry for entry in sample.items}
     known = [by_id[sample.vocabulary[row - 1]] for row in rows]
     labels = mappings(sample.pipeline)["labels"]
     return {
         "catalogue_labels": labels.map(
-            pa.array([x for one in known for x in one["labels"]], pa.int64())
+            pa.array([x for entry in known for x in entry["labels"]], pa.int64())
         ).tolist(),
-        "labels counts": [len(one["labels"]) for one in known],
+        "labels counts": [len(entry["labels"]) for entry in known],
         # 7 is the second id of the vocabulary, 8 is not in it.
-        "catalogue_shop": [2 if one["shop"] == 7 else 0 for one in known],
-        "catalogue_price": [((2 if one["price"] is None else one["price"]) - 2) / 4 for one in known],
-        "catalogue_year": [sum(one["year"] >= limit for limit in (1990, 2000)) for one in known],
+        "catalogue_shop": [2 if entry["shop"] == 7 else 0 for entry in known],
+        "catalogue_price": [((2 if entry["price"] is None else entry["price"]) - 2) / 4 for entry in known],
+        "catalogue_year": [sum(entry["year"] >= limit for limit in (1990, 2000)) for entry in known],
     }
 
 
@@ -211,7 +211,9 @@ def test_batches_of_all_kinds_of_negatives_fit_the_loss(retriever, negatives):
     for batch in Loader.open(retriever.pipeline, "train", RULE, mode="train").epoch(0):
         num_events = len(batch.uih_timestamps)
         shared = [batch.ids[name].values() for name in features.shared_columns(retriever.pipeline)]
-        vectors = [torch.randn(n, 4) for n in (num_events, len(shared[0]), *(len(one) for one in shared[1:]))]
+        vectors = [
+            torch.randn(n, 4) for n in (num_events, len(shared[0]), *(len(item) for item in shared[1:]))
+        ]
         outputs = RetrieverOutputs(*vectors, *([torch.empty(0, 4)] if len(vectors) == 2 else []))
         objective = NextItemLoss(loss, "uih_item_id", num_items=6, l2_normalize=True, weight_column="")
         losses = objective(outputs, batch)

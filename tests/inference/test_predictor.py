@@ -123,7 +123,7 @@ def test_an_index_that_looks_everywhere_recommends_the_same(retriever):
 def test_the_order_of_rows_in_a_table_changes_no_score(retriever):
     scores = Predictor(retriever.package).table(table([3, 44])).to_pylist()[0]
     by_id = dict(zip(IDS, retriever.vectors @ retriever.queries[0][0].double().numpy(), strict=True))
-    assert scores["score"] == pytest.approx([by_id[one] for one in scores["item_id"]], abs=1e-5)
+    assert scores["score"] == pytest.approx([by_id[item] for item in scores["item_id"]], abs=1e-5)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def with_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamespace:
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
-    return tuple(one.detach() for one in (output if isinstance(output, list | tuple) else (output,)))
+    return tuple(item.detach() for item in (output if isinstance(output, list | tuple) else (output,)))
 
 
 def captured_package(model: Model, batches: list[Batch]) -> SimpleNamespace:

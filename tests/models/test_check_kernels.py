@@ -66,7 +66,7 @@ def test_the_facts_are_those_of_the_models_calls(file, op, precision, monkeypatc
     monkeypatch.setattr(op, "select", lambda facts, backend: asked.append((facts, backend)) or reference)
     reference = type(op).select(op, next(_uses(pipeline, "cpu")).facts)
     model(batch)
-    expected = [(one.facts, one.backend) for one in _uses(pipeline, "cpu")]
+    expected = [(item.facts, item.backend) for item in _uses(pipeline, "cpu")]
     assert asked and list(dict.fromkeys(asked)) == expected
 
 

@@ -275,7 +275,7 @@ def test_in_bfloat16_the_loss_of_a_step_is_of_rounded_vectors_in_float32(change)
     assert outputs.queries.dtype == outputs.items.dtype == outputs.batch_items.dtype == torch.bfloat16
     losses = model.objective(outputs, batch)
     assert losses.sums.dtype == torch.float32
-    wide = RetrieverOutputs(*(one.detach().double() for one in vars(outputs).values()))
+    wide = RetrieverOutputs(*(item.detach().double() for item in vars(outputs).values()))
     torch.testing.assert_close(
         losses.sums.double(), model.objective(wide, batch).sums.double(), rtol=1e-5, atol=0
     )

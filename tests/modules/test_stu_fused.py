@@ -151,7 +151,7 @@ def test_the_gradients_of_one_node_may_be_made_twice():
         attend = partial(hstu_attend, problem=Problem(layout, AttentionMask(), QK**-0.5, 9.0))
         out = layer(x, attend) if index is None else layer.forward_rows(x, index, attend)
         cotangent = torch.randn_like(out)
-        first = [one.clone() for one in torch.autograd.grad(out, [x, *layer.parameters()], cotangent, True)]
+        first = [item.clone() for item in torch.autograd.grad(out, [x, *layer.parameters()], cotangent, True)]
         for got, want in zip(
             torch.autograd.grad(out, [x, *layer.parameters()], cotangent), first, strict=True
         ):

@@ -63,7 +63,7 @@ def test_all_gradients_of_the_projection_are_written_in_their_places(dim, monkey
     def joined(buffer, gradients):
         whole = right(buffer, gradients)
         places.extend(
-            whole.data_ptr() <= one.data_ptr() < whole.data_ptr() + whole.nbytes for one in gradients
+            whole.data_ptr() <= item.data_ptr() < whole.data_ptr() + whole.nbytes for item in gradients
         )
         return whole
 

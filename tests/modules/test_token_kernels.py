@@ -53,7 +53,7 @@ def assert_equal_times(seed: int, device: str = "cpu") -> None:
         layout, batch = random_batch(chance, per_event)
         wanted = _times(batch, layout, batch.uih_timestamps, batch.uih_lengths, per_event)
         given = (
-            one.to(device) for one in (batch.request_time, batch.uih_timestamps, batch.candidate_timestamps)
+            item.to(device) for item in (batch.request_time, batch.uih_timestamps, batch.candidate_timestamps)
         )
         assert torch.equal(times_of(layout.to(device), *given, per_event).cpu(), wanted)
 

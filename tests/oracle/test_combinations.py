@@ -118,7 +118,7 @@ def test_other_encoders_are_what_the_specification_says(ranker: str):
     compare(written, rows, tolerance=1e-6 if ranker == "all" else 1e-9)
 
 
-@pytest.mark.parametrize("place", range(len(COVERING)), ids=[name(one) for one in COVERING])
+@pytest.mark.parametrize("place", range(len(COVERING)), ids=[name(item) for item in COVERING])
 def test_a_cache_of_a_history_that_grew_is_that_of_the_whole(place: int):
     written = pipeline(COVERING[place] | GROWING | {"positional": GROWING_POSITIONS[place % 2]})
     for channel in written.model.ranker.preprocessor.contextual.channels:
@@ -170,4 +170,4 @@ def test_the_product_is_whole_and_the_part_meets_all_values():
 def test_every_combination_is_a_config_without_faults():
     for combination in PRODUCT:
         findings_of_config = checks.findings(models.resolved(pipeline(combination)))
-        assert [one for one in findings_of_config if one.path.startswith("model")] == []
+        assert [item for item in findings_of_config if item.path.startswith("model")] == []

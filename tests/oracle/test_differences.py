@@ -109,7 +109,7 @@ def test_a_feature_changes_what_it_can_change_and_nothing_else(case: str):
     actual = [logits(build(changed), SIZES) for changed in (off, on)]
     difference = (actual[0] - actual[1]).abs().amax(dim=1).tolist()
     expected = [changes(events, place) for events, count in SIZES for place in range(count)]
-    assert [one > 1e-6 for one in difference] == expected
+    assert [item > 1e-6 for item in difference] == expected
     assert max(difference) > 1e-3
     assert max([0, *(d for d, may in zip(difference, expected, strict=True) if not may)]) < 1e-12
 

@@ -125,7 +125,7 @@ class Encoder:
         table = self.tables[feature.id.table or feature.name]
         if not feature.id.multi_valued:
             return table[value]
-        total = sum((table[one] for one in value), torch.zeros_like(table[0]))
+        total = sum((table[item] for item in value), torch.zeros_like(table[0]))
         return total / max(1, len(value)) if feature.id.pooling == pb.MEAN else total
 
     def action(self, row: Row, event: int) -> Tensor:

@@ -245,7 +245,7 @@ def test_counters_are_numbers_of_the_schema_and_can_be_left_out(prepared, tmp_pa
         for rest in ("impressions", "is_click_lift", "long_view_lift", "is_like_lift")
     }
     schema = json.loads((prepared / "schema.json").read_text())
-    actual = {one["name"]: one for one in schema["features"]}
+    actual = {entry["name"]: entry for entry in schema["features"]}
     assert names <= set(actual) and set(schema["counters"]["columns"]) == names
     assert all(actual[name]["sides"] == ["CANDIDATE"] and actual[name]["kind"] == "number" for name in names)
     arguments = ("--max-history", "5", "--min-count", "1", "--no-counters")

@@ -182,7 +182,7 @@ def test_missing_files_are_named(tmp_path, capsys):
 
 def test_the_bundled_sample_is_latest_small_and_nothing_that_may_not_be_passed_on():
     schema = json.loads((DATA / "schema.json").read_text())
-    assert [one["name"] for one in schema["inputs"]] == ["ratings.csv", "movies.csv"]
+    assert [entry["name"] for entry in schema["inputs"]] == ["ratings.csv", "movies.csv"]
     train, test = rows(DATA, "train"), rows(DATA, "test")
     assert len(train) == len(test) == 671
     assert sum(len(row["uih_item_id"]) for row in test) + len(test) == 100_004

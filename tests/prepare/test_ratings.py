@@ -213,7 +213,7 @@ def test_vocabularies_count_training_candidates_and_schema_says_what_was_done(tm
         "min_count": 6,
         "user_modulus": 1,
     }
-    assert [one["name"] for one in schema["inputs"]] == ["ratings.dat", "movies.dat", "users.dat"]
+    assert [entry["name"] for entry in schema["inputs"]] == ["ratings.dat", "movies.dat", "users.dat"]
     assert schema["task"] == "ranking" and schema["labels"] == {"is_liked": "binary", "rating": "regression"}
 
 

@@ -86,7 +86,7 @@ def test_sequences_are_the_log_that_they_were_made_of(tmp_path, part_rows):
     for split in ("train", "validation", "test", "latest"):
         assert rows(tmp_path / "made", split) == rows(tmp_path / "log", split)
     inputs = json.loads((tmp_path / "made" / "schema.json").read_text())["inputs"]
-    assert [one["name"] for one in inputs] == ["items.txt", "times.txt"]
+    assert [entry["name"] for entry in inputs] == ["items.txt", "times.txt"]
 
 
 def test_sequences_without_times_keep_their_order(tmp_path):

@@ -17,11 +17,11 @@ def test_a_line_for_exact_search_and_each_index(tmp_path, capsys):
     flags = [*FLAGS, "--index", "Flat", "--index", "IVF16,Flat nprobe=2", "--commit", "abc"]
     assert bench_topk.main([*flags, "--record", str(path)]) == 0
     records = json.loads(path.read_text())
-    assert [one["search"] for one in records] == ["exact", "Flat", "IVF16,Flat nprobe=2"]
-    assert [one["backend"] for one in records] == ["reference", None, None]
-    assert [one["recall"] for one in records[:2]] == [None, 1.0]
+    assert [entry["search"] for entry in records] == ["exact", "Flat", "IVF16,Flat nprobe=2"]
+    assert [entry["backend"] for entry in records] == ["reference", None, None]
+    assert [entry["recall"] for entry in records[:2]] == [None, 1.0]
     assert 0.2 < records[2]["recall"] < 1
-    assert all(one["milliseconds"] > 0 and one["commit"] == "abc" for one in records)
+    assert all(entry["milliseconds"] > 0 and entry["commit"] == "abc" for entry in records)
     assert capsys.readouterr().out.count("3,000 x 8, 20 queries, top 4: ") == 3
 
 
@@ -30,7 +30,7 @@ def test_types_and_backends(tmp_path):
     backends = ["--backend", "auto", "--backend", "reference"]
     assert bench_topk.main([*FLAGS, *backends, "--dtype", "bfloat16", "--record", str(path)]) == 0
     records = json.loads(path.read_text())
-    assert [(one["backend"], one["dtype"]) for one in records] == [("reference", "bfloat16")] * 2
+    assert [(entry["backend"], entry["dtype"]) for entry in records] == [("reference", "bfloat16")] * 2
 
 
 def test_faults():

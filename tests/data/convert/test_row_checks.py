@@ -341,7 +341,7 @@ def test_a_bad_row_of_a_multi_valued_user_feature(sample, converter):
 )
 def test_numbers_that_float32_cannot_hold_are_bad_rows(sample, converter, numeric, largest):
     """Not a loss that is infinite some steps later."""
-    duration = next(one for one in sample.pipeline.features if one.name == "duration")
+    duration = next(item for item in sample.pipeline.features if item.name == "duration")
     duration.numeric.Clear()
     text_format.Parse(numeric, duration.numeric)
     rows = sample.rows(3)

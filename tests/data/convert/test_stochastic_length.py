@@ -145,7 +145,7 @@ def test_columns_stay_aligned_and_only_training_is_thinned_out() -> None:
     got = list(zip(thinned.flat["uih_item_id"].values, thinned.flat["uih_timestamps"].values, strict=True))
     assert len(got) == thinned.lengths[pb.HISTORY].sum() > 0
     # Every event of training is one of evaluation, in the same order.
-    order = [pairs[one] for one in got]
+    order = [pairs[item] for item in got]
     assert order == sorted(order)
 
 

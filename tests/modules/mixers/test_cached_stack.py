@@ -305,7 +305,7 @@ def test_a_cache_grows_into_that_of_the_whole_history(case, channels):
     sequence = inputs(mixer, contextual=contextual)
     prefix = prefix_of(sequence)
     pieces = [grown(part, ADDED) for part in (prefix.split() if channels > 1 else [prefix])]
-    old, new = (join(list(one)) if channels > 1 else one[0] for one in zip(*pieces, strict=True))
+    old, new = (join(list(entry)) if channels > 1 else entry[0] for entry in zip(*pieces, strict=True))
     with torch.no_grad():
         before = mixer.prefill(old)
         after = mixer.extend(new, before)
