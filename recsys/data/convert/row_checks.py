@@ -284,7 +284,7 @@ def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
 
     def sentence(i: int) -> str:
         key = same_key(keys.slice(rows[i], 1).to_pylist()[0])
-        distance = rows[i] - complete_rows[first[place[again[i]]]]
+        distance = int(rows[i] - complete_rows[first[place[again[i]]]])
         return f"{key} as another row, {distance} row{'s' * (distance > 1)} before it."
 
     findings.add("duplicate_key", rows, sentence)

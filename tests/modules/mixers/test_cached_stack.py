@@ -387,5 +387,5 @@ def test_only_new_events_extend():
         cache = mixer.prefill(prefix_of(sequence))
         with pytest.raises(ValueError, match="0 contextual tokens per sample and 15 targets are given"):
             mixer.extend(targets_of(sequence), cache)
-        with pytest.raises(ValueError, match="there are 2 contextual tokens a sample and 0 targets"):
+        with pytest.raises(ValueError, match="2 contextual tokens per sample and 0 targets are given"):
             mixer.extend(prefix_of(sequence), cache)
