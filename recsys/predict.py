@@ -52,20 +52,16 @@ def packaged_config(flags: argparse.Namespace) -> Path:
     """Returns the config in the package that the flags name."""
     if flags.config is not None:
         raise ConfigError("--config: a package carries its own config; change it with --set")
-    folder = package_folder(flags)
-    path = folder / config.FILE_NAME
+    path = package_folder(flags) / config.FILE_NAME
     if not path.is_file():
-        raise ConfigError(
-            f"{folder}: there is no package here; `python -m recsys.export` makes one from a run"
-        )
+        remedy = "`python -m recsys.export` makes one from a run"
+        raise ConfigError(f"{path.parent}: there is no package here; {remedy}")
     return path
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("predict flags")
-    group.add_argument(
-        "--package", metavar="DIR", help="folder made by recsys.export (default: <run-dir>/export)"
-    )
+    group.add_argument("--package", metavar="DIR", help="made by recsys.export (default: <run-dir>/export)")
     group.add_argument(
         "--input",
         metavar="PATH",

@@ -66,8 +66,8 @@ def test_the_last_one_counts(write):
         ("features.name=a", "features: repeated; say which one, for example features[0]"),
         ("features[2].name=a", "features[2]: there are 1, counted from 0"),
         ("features[0]={}", "features[0]: one element cannot be replaced"),
-        ("features[-1].name=a", "'features[-1]' is not the name of a field"),
-        ("=1", "'' is not the name of a field"),
+        ("features[-1].name=a", "'features[-1]' is not a field name"),
+        ("=1", "'' is not a field name"),
         (
             "train.schedule={warmup_step: 1}",
             "train.schedule.warmup_step: no such field. Did you mean warmup_steps?",
