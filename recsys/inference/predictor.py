@@ -284,8 +284,8 @@ def _predict(
         origin = Origin(group.file, group.first_row, source.files[group.file].path)
         return table, predictor.converter.block(table, origin, duplicates)
 
-    left = [group for group, part in parts.items() if not part.exists()]
-    for group, (table, block) in zip(left, _one_ahead(converted, left), strict=True):
+    missing_groups = [group for group, part in parts.items() if not part.exists()]
+    for group, (table, block) in zip(missing_groups, _one_ahead(converted, missing_groups), strict=True):
         _write(predictor.answer(table, block), parts[group])
     rows = left_out = 0
     for group, part in parts.items():
@@ -312,8 +312,8 @@ def _read_footer(part: Path) -> _Footer:
             noted = (written.schema_arrow.metadata or {})[LEFT_OUT.encode()]
             return _Footer(written.metadata.num_rows, int(noted))
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        what = f"not a file of predictions ({first_line(error)})"
-        raise RecsysError(f"{part}: {what}; remove it and start the same command again") from error
+        problem = f"not a file of predictions ({first_line(error)})"
+        raise RecsysError(f"{part}: {problem}; remove it and start the same command again") from error
 
 
 def _one_ahead(make: Callable[[_Given], _Made], items: Sequence[_Given]) -> Iterator[_Made]:
@@ -399,7 +399,7 @@ def _begin(predictor: Predictor, source: Source, output: Path) -> None:
             f"{noted}: cannot be read ({error}), so it is unknown which input the predictions belong to: "
             "give another --output, or remove that folder"
         ) from error
-    changed = [what for name, what in JOB_PARTS.items() if before.get(name) != job[name]]
+    changed = [label for name, label in JOB_PARTS.items() if before.get(name) != job[name]]
     if changed:
         raise RecsysError(
             f"{output} holds predictions made with a different {' and a different '.join(changed)}: give "

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus's text format."""
+"""The server's metrics, in Prometheus's text format."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -7,7 +7,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """Counters of one server, in a registry of their own."""
+    """Metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -33,7 +33,7 @@ class Metrics:
         )
 
     def set_model(self, version: str) -> None:
-        """Names the package that is served."""
+        """Sets the version of the served package."""
         self._model.clear()
         self._model.labels(version).set(1)
 

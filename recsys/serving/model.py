@@ -39,7 +39,7 @@ class Prepared:
 
     Attributes:
         request: the pydantic model.
-        k: items of each row; 0 for a model that scores candidates.
+        k: number of items to recommend for each row; 0 for a model that scores candidates.
     """
 
     request: Any
@@ -47,7 +47,7 @@ class Prepared:
 
 
 Columns = dict[str, list[list[Any]]]
-"""An answer's columns: for each row a list."""
+"""Columns of an answer, each with a list per row."""
 
 
 class ServingModel:
@@ -60,11 +60,11 @@ class ServingModel:
         observe: called with the number of rows of each batch.
 
     Attributes:
-        version: step, and the beginning of the hash of the package's manifest.
-        recommends: True if it searches items, False if it scores candidates.
+        version: step of the model, and the beginning of the hash of the package's manifest.
+        recommends: True if the model searches items, False if it scores candidates.
 
     Raises:
-        PackageError: the package is damaged, or computes something else here.
+        PackageError: the package is damaged, or gives different answers on this machine.
         DataError: a vocabulary cannot be used.
     """
 
@@ -93,13 +93,13 @@ class ServingModel:
         """Validates the body of a request. Its rows are converted with those of its batch.
 
         Raises:
-            InvalidRequestError: it is no JSON, or does not fit the schema; names field and row.
+            InvalidRequestError: the body is not JSON, or does not fit the schema; names field and row.
         """
         request = self.schema.parse(body)
         return Prepared(request, request.k if self.recommends else 0)
 
     def answer(self, prepared: Prepared, columns: Columns) -> dict[str, Any]:
-        """Puts the columns of an answer beside the request's keys; the body of the response."""
+        """Returns the body of the response: the columns of the answer beside the request's keys."""
         rows = []
         for i, given in enumerate(prepared.request.rows):
             row = {name: self.schema.values(given, name) for name in self.schema.keys}
@@ -128,10 +128,10 @@ class ServingModel:
             starts = [0, *rows.tolist(), len(ids)]
             return [
                 {
-                    self._predictor.item: [row[: one.k] for row in ids[start:end]],
-                    features.SCORE: [row[: one.k] for row in scores[start:end]],
+                    self._predictor.item: [row[: request.k] for row in ids[start:end]],
+                    features.SCORE: [row[: request.k] for row in scores[start:end]],
                 }
-                for one, start, end in zip(batch, starts[:-1], starts[1:], strict=True)
+                for request, start, end in zip(batch, starts[:-1], starts[1:], strict=True)
             ]
         lengths = block.lengths[pb.CANDIDATE]
         flat = self._predictor.scores.of(block)
@@ -143,7 +143,7 @@ class ServingModel:
         ]
 
     def _convert(self, rows: list[Any]) -> ColumnBlock:
-        """Converts validated rows. The time hardly depends on their number, so a batch is one table."""
+        """Converts validated rows. The time hardly depends on their number, so a batch becomes one table."""
         try:
             return self._predictor.convert(self.schema.table(rows), _ORIGIN)
         except DataError as error:
@@ -162,6 +162,6 @@ def _for_requests(pipeline: pb.Pipeline) -> pb.Pipeline:
 
 
 def _split(values: list[Any], lengths: np.ndarray) -> list[list[Any]]:
-    """Returns one list a row of values that lie end to end."""
+    """Splits concatenated values into one list per row."""
     ends = np.cumsum(lengths).tolist()
     return [values[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -97,9 +97,9 @@ def test_torchrecs_pipeline_trains_it_like_a_plain_loop(pipeline, precision, one
     ahead = TrainPipelineSparseDist(
         sharded, torch.optim.SGD(dense, lr=0.1), torch.device("cpu"), execute_all_batches=True
     )
-    found = [ahead.progress(stream).item() for _ in batches]
+    actual = [ahead.progress(stream).item() for _ in batches]
     assert len(ahead._pipelined_modules) == len(model.embed.tables)
-    assert found == pytest.approx(expected, rel=1e-5 if precision == pb.FP32 else 1e-3)
+    assert actual == pytest.approx(expected, rel=1e-5 if precision == pb.FP32 else 1e-3)
     assert len(set(expected)) == len(expected)
 
 
