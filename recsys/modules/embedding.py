@@ -18,7 +18,6 @@ from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.ops import segment_sum
 
-
 LookedUp = Sequence[dict[str, JaggedTensor]]
 """For each collection of tables, column -> the vectors of its ids."""
 
@@ -55,8 +54,8 @@ class EmbeddingGroup(nn.Module):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Returns column -> float32 [n, width]; n counts rows, events, candidates or shared items."""
         if self._given is not None:
-            return self.pool(self._given, batch.value_counts)
-        return self.pool(vectors_of(self.look_up(batch)), batch.value_counts)
+            return self.pool.pooled(self._given, batch.value_counts)
+        return self.pool(self.look_up(batch), batch.value_counts)
 
     def look_up(self, batch: Batch) -> LookedUp:
         """Returns the rows of all tables that a batch names, for each collection of tables."""
@@ -88,7 +87,11 @@ class PoolValues(nn.Module):
             if column.multi_valued
         }
 
-    def forward(self, looked_up: Mapping[str, Tensor], value_counts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, looked_up: LookedUp, value_counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns column -> [n, width], given the result of `EmbeddingGroup.look_up`."""
+        return self.pooled(vectors_of(looked_up), value_counts)
+
+    def pooled(self, looked_up: Mapping[str, Tensor], value_counts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns column -> [n, width].
 
         Args:

@@ -14,6 +14,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from recsys import protos as pb
 from recsys.config import registry
 from recsys.models import build_model, layout_rule
+from recsys.training.recorded_step import LossOfVectors
 from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, generator_pipeline, pipeline_of, random_rows
 
 PIPELINES = {"ranker": RANKER, "retriever": RETRIEVER}
@@ -42,10 +43,11 @@ class LossOfBatch(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.loss_of_vectors = LossOfVectors(model)
         self.total = Total()
 
     def forward(self, batch):
-        return self.total(self.model.objective(self.model(batch), batch))
+        return self.total(self.loss_of_vectors(self.model.embed.look_up(batch), batch))
 
 
 class Total(nn.Module):
