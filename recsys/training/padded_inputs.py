@@ -232,14 +232,16 @@ class _Fill(torch.autograd.Function):
 
 def _copy_to_front(buffers: list[Tensor], tensors: list[Tensor]) -> None:
     """Copies each tensor to the front of its buffer and fills the rest with zeros, all in a few launches."""
-    by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for buffer, tensor in zip(buffers, tensors, strict=True):
-        by_type.setdefault(tensor.dtype, []).append((buffer, tensor))
+        targets, sources = by_type.setdefault(tensor.dtype, ([], []))
+        targets.append(buffer)
+        sources.append(tensor)
     with torch.no_grad():
-        for pairs in by_type.values():
-            fronts = [buffer[: len(tensor)] for buffer, tensor in pairs]
-            torch._foreach_copy_(fronts, [tensor for _, tensor in pairs])
-            torch._foreach_zero_([buffer[len(tensor) :] for buffer, tensor in pairs])
+        for targets, sources in by_type.values():
+            # Zeros everywhere cost the device little, and views of every rest would cost the host much.
+            torch._foreach_zero_(targets)
+            torch._foreach_copy_([t[: len(s)] for t, s in zip(targets, sources, strict=True)], sources)
 
 
 def _step(count: int) -> int:
