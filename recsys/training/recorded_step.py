@@ -24,8 +24,9 @@ from recsys.modules.embedding import LookedUp, vectors_of
 from recsys.training.padded_inputs import Columns, PaddedInputs, Sizes
 
 MOST_ENTRIES = 2**24
-"""Steps are recorded up to this many entries of a batch's sequences, tokens x width, if all were full. A GPU
-needs more than ten milliseconds for larger ones, longer than Python does."""
+"""Steps are recorded up to this many entries of a full batch: tokens x width, and vectors of the catalogue.
+A GPU needs more than ten milliseconds for larger ones, longer than Python does, and inputs are kept for each
+size."""
 
 MOST_GRAPHS = 64
 """Sizes beyond this number are not recorded. Graphs share their memory, except for their inputs."""
@@ -203,7 +204,9 @@ def _obstacle(model: Model, pipeline: pb.Pipeline, rule: LayoutRule, world_size:
 
 
 def _most_entries(pipeline: pb.Pipeline, rule: LayoutRule) -> int:
+    """Returns the number of entries of a batch whose rows are all as long as they may be."""
     data = pipeline.data
     tokens = rule.num_contextual + rule.tokens_per_event * data.max_history_len
     tokens += data.max_candidates if rule.targets else 0
-    return data.batch_size * tokens * pipeline.model.embedding_dim
+    shared = features.table_rows(features.searched_item(pipeline)) if features.shared_columns(pipeline) else 0
+    return (data.batch_size * tokens + shared) * pipeline.model.embedding_dim
