@@ -130,16 +130,26 @@ def test_replays_compute_what_the_steps_they_record_compute(tmp_path, placement)
         torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-6)
 
 
+def wait(*_):
+    torch.ones(1, device="cuda").item()
+
+
+def ask_the_stream(*_):
+    torch.cuda.current_stream().query()
+
+
 @pytest.mark.gpu
-def test_a_model_that_waits_for_the_device_trains_unrecorded(tmp_path, caplog):
-    def wait(session, recorder):
-        forward = session.model.objective.forward
-        session.model.objective.forward = lambda *given: (
-            torch.ones(1, device="cuda").item(),
-            forward(*given),
-        )[1]
+@pytest.mark.parametrize(
+    ("unrecordable", "reason"), [(wait, "called a synchronizing CUDA operation"), (ask_the_stream, "captur")]
+)
+def test_a_model_that_cannot_be_recorded_trains_all_the_same(unrecordable, reason, tmp_path, caplog):
+    """Found before the recording or in the middle of it."""
+
+    def change(session, recorder):
+        session.model.objective.register_forward_pre_hook(unrecordable)
 
     with caplog.at_level(logging.WARNING, logger=recorded_step.__name__):
-        _, recorder = trained(tmp_path, 12, wait)
+        _, recorder = trained(tmp_path, 12, change)
     assert recorder.num_graphs == 0
-    assert "called a synchronizing CUDA operation" in caplog.text
+    (message,) = [x.getMessage() for x in caplog.records if x.name == recorded_step.__name__]
+    assert reason in message
