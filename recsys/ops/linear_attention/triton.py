@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.linear_attention import LinearAttentionFacts
-from recsys.ops.linear_attention.reference import zero_state
+from recsys.ops.linear_attention import Inputs, LinearAttentionFacts
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
@@ -31,22 +30,10 @@ def supports(facts: LinearAttentionFacts) -> Support:
     return able
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    layout: SequenceLayout,
-    *,
-    beta: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def run(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tensor, Tensor]:
     """Returns the output [T, H, V] and the final state [B, H, D, V]; the arguments have been validated."""
     ops = triton_support.load(_OPS)
-    if initial_state is None:
-        initial_state = zero_state(q, v, layout)
-    facts = (layout.lengths, layout.offsets, layout.num_targets)
     if torch.compiler.is_compiling():
-        return ops.linear_attention_triton(q, k, v, log_decay, beta, initial_state, *facts, scale)
-    return ops.LinearAttentionFunction.apply(q, k, v, log_decay, beta, initial_state, layout, scale)
+        facts = (layout.lengths, layout.offsets, layout.num_targets)
+        return ops.linear_attention_triton(*inputs, *facts, scale)
+    return ops.LinearAttentionFunction.apply(*inputs, layout, scale)

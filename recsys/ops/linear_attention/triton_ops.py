@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.linear_attention import Inputs
 from recsys.ops.linear_attention.chunks import ChunkTable, chunk_table, chunk_table_of
 from recsys.ops.linear_attention.triton_chunks import (
     decay_sums_kernel,
@@ -18,7 +19,7 @@ from recsys.ops.linear_attention.triton_chunks import (
 )
 from recsys.ops.linear_attention.triton_scan import combine_kernel, state_gradients_kernel, states_kernel
 from recsys.ops.runtime.launch import Wrap, launch
-from recsys.ops.runtime.registration import differentiable, traceable_op
+from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 CHUNK = 64
@@ -165,35 +166,27 @@ class Gradients(NamedTuple):
 
 
 class LinearAttentionFunction(torch.autograd.Function):
-    """`apply(q, k, v, log_decay, beta, initial_state, layout, scale)`."""
+    """Autograd function, called as `apply(*inputs, layout, scale)`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        initial_state: Tensor,
-        layout: SequenceLayout,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *inputs, layout, scale = arguments
+        q, k, v, log_decay, beta, initial_state = inputs
         per_segment = 0 if beta is not None else chunks_per_segment(q, v, layout.total_len, layout.max_len)
         table = chunk_table_of(layout, CHUNK, per_segment)
         ctx.facts = (table, scale, None, per_segment > 0)
         ctx.decay_dtype = log_decay.dtype
-        sums = decay_sums(log_decay, table, None)
-        out, final, starts = launch_forward(_problem(q, k, v, sums, beta, initial_state, *ctx.facts))
         # Keeps the sums instead of the decays: they are as large, and backward need not compute them again.
-        ctx.save_for_backward(q, k, v, sums, beta, initial_state, starts)
+        kept = (q, k, v, decay_sums(log_decay, table, None), beta, initial_state)
+        out, final, starts = launch_forward(problem_of(kept, *ctx.facts))
+        ctx.save_for_backward(*kept, starts)
         return out, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        *arguments, starts = ctx.saved_tensors
-        problem = _problem(*arguments, *ctx.facts)
+        *kept, starts = ctx.saved_tensors
+        problem = problem_of(kept, *ctx.facts)
         gradients = launch_backward(problem, ctx.decay_dtype, starts, grad_out, grad_final)
         if problem.beta is None:
             return (*gradients[:4], None, gradients.initial_state, None, None)
@@ -319,7 +312,7 @@ def _prepare(problem: Problem) -> Prepared:
         prepare_kernel,
         num_chunks * heads,
         (
-            *(q, problem.k, v, _or(beta, q), problem.sums, table.chunks),
+            *(q, problem.k, v, _or(beta, q), problem.sums, prepared.chunk_decays, table.chunks),
             *(prepared.scores, prepared.decayed_q, prepared.remaining_k, prepared.chunk_decays),
             *(prepared.inverses, prepared.key_answers, prepared.values),
         ),
@@ -423,21 +416,12 @@ def _scan_back(
     )
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor,
-    table: ChunkTable,
-    scale: float,
-    wrap: Wrap | None,
-    segmented: bool,
-) -> Problem:
+def problem_of(tensors: Sequence[Tensor | None], *facts: Any) -> Problem:
+    """Returns the problem with these tensors, its first six fields, in a form that kernels read."""
+    q, k, v, sums, beta, initial_state = tensors
     q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
     beta = None if beta is None else beta.contiguous()
-    return Problem(q, k, v, sums, beta, initial_state.contiguous(), table, scale, wrap, segmented)
+    return Problem(q, k, v, sums, beta, initial_state.contiguous(), *facts)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -459,62 +443,41 @@ def _blocks_v(values: Tensor) -> int:
     return -(-values.shape[2] // _block_v(values.shape[2]))
 
 
-def _traced(arguments: tuple[Any, ...], facts: tuple[Tensor, Tensor, Tensor], scale: float) -> Problem:
-    """Describes the call of a traced graph; `facts` are lengths, offsets and numbers of targets."""
-    q, k, v, log_decay, beta, initial_state = arguments
+def _traced(inputs: Inputs, lengths: Tensor, offsets: Tensor, num_targets: Tensor, scale: float) -> Problem:
+    """Describes the call of a traced graph."""
+    q, k, v, log_decay, beta, initial_state = inputs
     per_segment = TRACED_SEGMENT if beta is None else 0
-    table = chunk_table(*facts, q.shape[0], CHUNK, per_segment)
+    table = chunk_table(lengths, offsets, num_targets, q.shape[0], CHUNK, per_segment)
     sums = decay_sums(log_decay, table, wrap_triton)
-    return _problem(q, k, v, sums, beta, initial_state, table, scale, wrap_triton, per_segment > 0)
+    return problem_of((q, k, v, sums, beta, initial_state), table, scale, wrap_triton, per_segment > 0)
+
+
+FACTS = dict.fromkeys(("lengths", "offsets", "num_targets"), Tensor) | {"scale": float}
+"""Parameters of the library ops after the inputs."""
 
 
 @traceable_op("linear_attention_triton")
-def linear_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+@flat_signature(Inputs, FACTS, returns=tuple[Tensor, Tensor])
+def linear_attention_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Computes `linear_attention` in traced graphs."""
-    problem = _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
-    return launch_forward(problem)[:2]
+    return launch_forward(_traced(Inputs(*arguments[:6]), *arguments[6:]))[:2]
 
 
 @traceable_op("linear_attention_triton_backward")
+@flat_signature({"grad_out": Tensor, "grad_final": Tensor}, Inputs, FACTS, returns=tuple[(Tensor,) * 6])
 def linear_attention_triton_backward(
-    grad_out: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the arguments; that of beta is empty without the delta rule."""
-    problem = _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
-    return tuple(launch_backward(problem, log_decay.dtype, None, grad_out, grad_final))
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.scale = inputs[9]
+    grad_out: Tensor, grad_final: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of the inputs; that of beta is empty without the delta rule."""
+    inputs = Inputs(*arguments[:6])
+    problem = _traced(inputs, *arguments[6:])
+    return tuple(launch_backward(problem, inputs.log_decay.dtype, None, grad_out, grad_final))
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = linear_attention_triton_backward(grad_out, grad_final, *ctx.saved_tensors, ctx.scale)
+    gradients = linear_attention_triton_backward(grad_out, grad_final, *ctx.saved_tensors, *ctx.rest)
     of_beta = None if ctx.saved_tensors[4] is None else gradients[4]
     return (*gradients[:4], of_beta, gradients[5], None, None, None, None)
 
 
-differentiable(linear_attention_triton, _backward, _setup)
+differentiable(linear_attention_triton, _backward, saving(9))

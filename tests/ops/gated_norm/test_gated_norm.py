@@ -326,7 +326,7 @@ def test_the_library_ops(rows, runner, monkeypatch):
     given = [t.to(runner.device, torch.float32).detach().requires_grad_() for t in inputs(rows, 12)]
     cotangent = torch.randn(rows, 36, device=runner.device)
     for seed, dropout in ((None, 0.0), (SEED.to(runner.device), 0.4)):
-        arguments = (*given, seed, 2, 1e-6, True, dropout)
+        arguments = (*given, seed, 2, 1e-6, True, dropout, False)
         harness.opcheck(triton_ops.gated_norm_triton, arguments, differentiable=True)
         detached = (cotangent, *(tensor.detach() for tensor in given), *arguments[4:])
         harness.opcheck(triton_ops.gated_norm_triton_backward, detached)

@@ -6,7 +6,7 @@ All widths with `--slow`; without, one. Skips without Triton.
 import pytest
 import torch
 
-from recsys.ops.gated_norm import GateOptions
+from recsys.ops.gated_norm import GateInputs, GateOptions
 from tests.ops import harness
 from tests.tools.assembled import assemble, needs_compiler
 
@@ -45,8 +45,9 @@ def test_a_traced_graph_holds_the_kernels(concat):
 
     def both(a, u, weight, bias, seed):
         wrap = torch.library.wrap_triton
-        out = triton_ops.launch_forward(a, u, weight, bias, seed, options, wrap)
-        return [out, *triton_ops.launch_backward(out, a, u, weight, bias, seed, options, wrap)]
+        inputs = GateInputs(a, u, weight, bias, seed)
+        out = triton_ops.launch_forward(inputs, options, wrap)
+        return [out, *triton_ops.launch_backward(out, inputs, options, wrap)]
 
     a, weight = torch.randn(33, 24, dtype=torch.bfloat16), torch.randn(24)
     harness.assert_traced(both, a, a, weight, weight, torch.tensor([5]), kernels=2)

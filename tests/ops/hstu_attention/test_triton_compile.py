@@ -236,14 +236,14 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from recsys.ops.hstu_attention.problem import rebuilt
+    from recsys.ops.hstu_attention.problem import FlatProblem
     from recsys.ops.hstu_attention.triton import launch
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     rest = (2, 3, 1, False, 1, True, 0.1, 64.0, True)
 
     def both(q, *tensors):
-        problem = rebuilt(q.shape[0], *tensors, *rest)
+        problem = FlatProblem(*tensors, *rest).rebuilt(q.shape[0])
         wrap = torch.library.wrap_triton
         out = launch.forward(q, q, q, problem, wrap)
         return [out, *launch.backward(out, q, q, q, problem, tables=True, wrap=wrap)]

@@ -38,7 +38,7 @@ def test_it_fits_into_shared_memory_and_nearly_into_the_registers(kernel, dim, d
     q, layout = torch.empty(10, 4, dim, dtype=torch.bfloat16), SequenceLayout(torch.tensor([10]))
     beta = torch.empty(10, 4) if delta else None
     table = chunk_table_of(layout, triton_ops.CHUNK, 0)
-    problem = triton_ops._problem(q, q, q, q, beta, torch.empty(1, 4, dim, dim), table, 1.0, None, False)
+    problem = triton_ops.problem_of((q, q, q, q, beta, torch.empty(1, 4, dim, dim)), table, 1.0, None, False)
     strides = {"STRIDE_V": 4 * dim, "HEAD_V": dim}
     scan = problem.scan_launch()
     function, constants = {
@@ -68,7 +68,7 @@ def test_a_traced_graph_holds_the_kernels(delta):
         table = chunk_table(lengths, offsets, num_targets, q.shape[0], 16, 0 if delta else 2)
         facts = (table, 1.0, torch.library.wrap_triton, not delta)
         sums = triton_ops.decay_sums(q, table, torch.library.wrap_triton)
-        problem = triton_ops._problem(q, q, q, sums, beta if delta else None, state, *facts)
+        problem = triton_ops.problem_of((q, q, q, sums, beta if delta else None, state), *facts)
         out, final, _ = triton_ops.launch_forward(problem)
         return [out, final, *triton_ops.launch_backward(problem, sums.dtype, None, out, final)]
 

@@ -106,18 +106,16 @@ def test_strong_decays(strength, delta, runner):
 @pytest.mark.parametrize("delta", [False, True])
 def test_the_ops_of_traced_graphs(delta, monkeypatch):
     """Schema, shapes without numbers and registered gradients; the numbers are those of the reference."""
-    from recsys.ops.linear_attention import reference, triton_ops
+    from recsys.ops.linear_attention import Inputs, reference, triton_ops
 
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
     layout = layout_of([(20, 2), (3, 0)])
     tensors = problem([(20, 2), (3, 0)], (16, 16), delta=delta).cast(torch.float32).tensors
-    names = ("q", "k", "v", "log_decay", "beta", "initial_state")
-    leaves = [tensors[name].requires_grad_() if name in tensors else None for name in names]
+    leaves = [tensors[name].requires_grad_() if name in tensors else None for name in Inputs._fields]
     facts = (layout.lengths, layout.offsets, layout.num_targets, 0.5)
     arguments = (*leaves, *facts)
     harness.opcheck(triton_ops.linear_attention_triton, arguments, differentiable=True)
-    given = {"beta": leaves[4], "scale": 0.5, "initial_state": leaves[5]}
-    wanted = reference.run(*leaves[:4], layout, **given)
+    wanted = reference.run(Inputs(*leaves), layout, 0.5)
     outputs = triton_ops.linear_attention_triton(*arguments)
     present = [leaf for leaf in leaves if leaf is not None]
     harness.assert_close(outputs, wanted, 1e-5)
