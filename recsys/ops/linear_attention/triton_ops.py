@@ -56,7 +56,7 @@ class Problem(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    sums: Tensor  # float32 [T, H, D] or [T, H], logarithms of decays from the chunk's first token on
+    sums: Tensor  # [T, H, D] or [T, H], see `decay_sums`
     beta: Tensor | None
     initial_state: Tensor
     table: ChunkTable
@@ -177,7 +177,7 @@ class LinearAttentionFunction(torch.autograd.Function):
         ctx.facts = (table, scale, None, per_segment > 0)
         ctx.decay_dtype = log_decay.dtype
         # Keeps the sums instead of the decays: they are as large, and backward need not compute them again.
-        kept = (q, k, v, decay_sums(log_decay, table, None), beta, initial_state)
+        kept = (q, k, v, decay_sums(log_decay, table, q.dtype, None), beta, initial_state)
         out, final, starts = launch_forward(problem_of(kept, *ctx.facts))
         ctx.save_for_backward(*kept, starts)
         return out, final
@@ -258,7 +258,7 @@ def launch_backward(
             gradients_kernel,
             table.chunks.shape[0] * q.shape[1],
             (
-                *(grad_out, q, k, v, _or(beta, q), problem.sums, prepared.chunk_decays, table.chunks),
+                *(grad_out, q, k, v, _or(beta, q), problem.sums, table.chunks),
                 *(prepared.scores, prepared.remaining_k, prepared.inverses, added, added_grads),
                 *(states, state_grads, *gradients[:5]),
             ),
@@ -269,10 +269,11 @@ def launch_backward(
     return gradients
 
 
-def decay_sums(log_decay: Tensor, table: ChunkTable, wrap: Wrap | None) -> Tensor:
-    """Sums `log_decay` in base 2 from each chunk's first token on; float32, shape of `log_decay`."""
+def decay_sums(log_decay: Tensor, table: ChunkTable, dtype: torch.dtype, wrap: Wrap | None) -> Tensor:
+    """Sums `log_decay` in base 2 from each chunk's first token on, in twice the bits of `dtype` of q."""
     log_decay = log_decay.contiguous()
-    sums = torch.empty_like(log_decay, dtype=torch.float32)
+    sums_dtype = torch.float64 if dtype == torch.float32 else torch.float32
+    sums = torch.empty_like(log_decay, dtype=sums_dtype)
     columns = log_decay.shape[1:].numel()
     if sums.numel() == 0:
         return sums
@@ -312,7 +313,7 @@ def _prepare(problem: Problem) -> Prepared:
         prepare_kernel,
         num_chunks * heads,
         (
-            *(q, problem.k, v, _or(beta, q), problem.sums, prepared.chunk_decays, table.chunks),
+            *(q, problem.k, v, _or(beta, q), problem.sums, table.chunks),
             *(prepared.scores, prepared.decayed_q, prepared.remaining_k, prepared.chunk_decays),
             *(prepared.inverses, prepared.key_answers, prepared.values),
         ),
@@ -448,7 +449,7 @@ def _traced(inputs: Inputs, lengths: Tensor, offsets: Tensor, num_targets: Tenso
     q, k, v, log_decay, beta, initial_state = inputs
     per_segment = TRACED_SEGMENT if beta is None else 0
     table = chunk_table(lengths, offsets, num_targets, q.shape[0], CHUNK, per_segment)
-    sums = decay_sums(log_decay, table, wrap_triton)
+    sums = decay_sums(log_decay, table, q.dtype, wrap_triton)
     return problem_of((q, k, v, sums, beta, initial_state), table, scale, wrap_triton, per_segment > 0)
 
 

@@ -67,7 +67,7 @@ def test_a_traced_graph_holds_the_kernels(delta):
     def both(q, beta, state, lengths, offsets, num_targets):
         table = chunk_table(lengths, offsets, num_targets, q.shape[0], 16, 0 if delta else 2)
         facts = (table, 1.0, torch.library.wrap_triton, not delta)
-        sums = triton_ops.decay_sums(q, table, torch.library.wrap_triton)
+        sums = triton_ops.decay_sums(q, table, q.dtype, torch.library.wrap_triton)
         problem = triton_ops.problem_of((q, q, q, sums, beta if delta else None, state), *facts)
         out, final, _ = triton_ops.launch_forward(problem)
         return [out, final, *triton_ops.launch_backward(problem, sums.dtype, None, out, final)]

@@ -92,14 +92,36 @@ def test_bfloat16_on_a_gpu(dims, form):
 
 @pytest.mark.parametrize("runner", runners("triton"))
 @pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("strength", [12.0, 40.0])
+@pytest.mark.parametrize("strength", [12.0, 40.0, 300.0])
 def test_strong_decays(strength, delta, runner):
-    """A chunk of the interpreter's is cut into four blocks with decays to -12 and fully with decays to -40.
+    """A chunk of the interpreter's is cut into four blocks with decays to -12 and fully with stronger ones.
 
-    exp of a negated sum would be infinite: exp(20 * 16).
+    exp of a negated sum would be infinite: exp(20 * 16). Among decays to -300 few are weak enough to count,
+    and a difference of sums in float32 would have lost them.
     """
     narrow = problem([(40, 2)], (16, 16), delta=delta, strength=strength).cast(torch.float32)
     assert_near(narrow, runner, close=1e-5, floor=1e-5)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+def test_float16(runner):
+    """Factors stay below 65,504, though a chunk decays by more than that."""
+    wide = dict.fromkeys(("log_decay", "initial_state"), torch.float32)
+    given = problem([(37, 3)], (16, 18), strength=8.0).cast(torch.float16, **wide)
+    assert_near(given, runner, floor=2e-3)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]])
+def test_a_decay_of_nothing_has_no_gradient(form, runner):
+    """The first decay of a sample meets a state of zeros: in its gradient all pairs of tokens cancel, however
+    their factors have been rounded."""
+    given = problem([(37, 3)], (16, 16), strength=0.5, **form)
+    given.tensors["initial_state"].zero_()
+    wide = dict.fromkeys(("log_decay", "initial_state", "beta"), torch.float32)
+    found = results(given.cast(runner.half, **wide), runner)
+    of_decays = found[2 + list(given.tensors).index("log_decay")]
+    assert of_decays.abs().max() > 1 and of_decays[0].abs().max() < 1e-4
 
 
 @interpreted
