@@ -145,7 +145,7 @@ def run(operands: Operands, facts: LogpFacts, backend: str, shard: WeightShard) 
     if facts.normalized:
         hidden_norms, weight_norms = norms_of(operands.hidden, operands.weight)
         operands = operands._replace(hidden_norms=hidden_norms, weight_norms=weight_norms)
-    return LinearLogp(*Softmax.apply(*operands, OP.select(facts, backend).BACKEND, shard))
+    return LinearLogp(*Softmax.apply(*operands, OP.select(facts, backend).backend(), shard))
 
 
 def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, int]:

@@ -113,6 +113,12 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
 forward_op = opaque_op("linear_logp_forward", _forward, _fake)
 backward_op = opaque_op("linear_logp_backward", _backward, _fake_backward)
 
+
+def backend() -> Backend:
+    """Returns the loops over scores."""
+    return BACKEND
+
+
 BACKEND = Backend(forward, backward, forward_op, backward_op)
 
 

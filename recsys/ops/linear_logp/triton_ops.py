@@ -22,6 +22,7 @@ from recsys.ops.linear_logp.launch import (
     tiles_of,
 )
 from recsys.ops.linear_logp.recompute import (
+    Backend,
     Gradients,
     Operands,
     OutputGrads,
@@ -290,3 +291,6 @@ def backward_op(*arguments: Any) -> list[Tensor]:
     """Runs `launch_backward` in traced graphs; returns the `requested` gradients in order."""
     grads = launch_backward(*rebuilt(arguments), launch_traced)
     return [gradient for gradient in grads if gradient is not None]
+
+
+BACKEND = Backend(launch_forward, launch_backward, forward_op, backward_op, fused_forward, fused_backward)
