@@ -7,10 +7,9 @@ from torch import Tensor
 
 from recsys.ops import RelativeBias, hstu_attention_cached
 from tests.ops import harness
-from tests.ops.attention import BIAS
+from tests.ops.attention import BIAS, samples_of
 from tests.ops.cases import cut
 from tests.ops.harness import REFERENCE, Problem, Runner
-from tests.ops.oracle import Sample
 from tests.tools.interpreter import INTERPRETED, between_poison
 
 
@@ -30,11 +29,7 @@ def attend(q, k, v, *, layout, mask, parts, backend, **rest):
 
 def cached(given: Problem, num_cached: list[int]) -> Problem:
     """The same attention of new tokens only, behind `num_cached` events of each sample, or all."""
-    layout = given.options["layout"]
-    context = layout.num_contextual
-    sizes = zip(layout.lengths.tolist(), layout.num_targets.tolist(), strict=True)
-    batch = [Sample(context, length - context - targets, targets) for length, targets in sizes]
-    options = given.options | {"parts": cut(batch, num_cached)}
+    options = given.options | {"parts": cut(samples_of(given.options["layout"]), num_cached)}
     return Problem("hstu_attention_cached", attend, given.tensors, options)
 
 
