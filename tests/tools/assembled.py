@@ -68,6 +68,24 @@ class Assembled:
         """The machine code, disassembled."""
         return disassembled(self.cubin)
 
+    @cached_property
+    def product_loops(self) -> list[list[str]]:
+        """The instructions of each innermost loop with matrix instructions."""
+        return [loop for loop in inner_loops(self.sass) if any("HGMMA" in line for line in loop)]
+
+    def check_resources(self, registers: int, spilled: int) -> None:
+        """Shared memory suffices, no product waits for the one before it, and few bytes are spilled.
+
+        Args:
+            registers: of one thread of each warp group, added up.
+            spilled: bytes that may be: numbers of a tile, far from the loops over blocks.
+        """
+        assert self.shared <= SHARED_MEMORY
+        assert "serializ" not in self.report, self.report
+        assert registers * 128 <= 65536
+        version = environment.version_numbers(environment.tool_version(environment.find_ptxas()))
+        assert self.spills <= spilled or version < environment.MINIMAL_PTXAS, self.report
+
 
 def assemble(
     kernel: Any,
@@ -138,3 +156,29 @@ def disassembled(cubin: Path) -> str:
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+
+
+def inner_loops(sass: str) -> list[list[str]]:
+    """The instructions of each loop that has none in it."""
+    program, labels = [], {}
+    for line in sass.split("\n"):
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(program)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            program.append(instruction.group(1))
+    jumps = []
+    for i, instruction in enumerate(program):
+        if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction):
+            jumps.append((labels[target.group(1)], i))
+    # The cold second half of a wait is at the end of the program and jumps back over everything: no loop.
+    back = [(start, end) for start, end in jumps if start <= end and end - start < 2500]
+    return [
+        program[start : end + 1]
+        for start, end in back
+        if not any((start, end) != other and start <= other[0] and other[1] <= end for other in back)
+    ]
+
+
+def opcodes(loop: list[str]) -> list[str]:
+    """The operations of instructions, without predicates and operands."""
+    return [re.sub(r"^@!?U?P\w+ ", "", line).split()[0] for line in loop]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, explain, hstu_attention, last_backend
+from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.hstu_attention import reference
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
@@ -283,15 +283,6 @@ def test_the_library_ops(shapes, monkeypatch):
             arguments,
             test_utils=("test_schema", "test_faketensor"),
         )
-
-
-@interpreted
-def test_auto_stays_with_the_reference_on_a_cpu():
-    layout = SequenceLayout(torch.tensor([3]))
-    q = torch.zeros(3, 1, 4)
-    hstu_attention(q, q, q, layout, scale_len=1)
-    assert last_backend("hstu_attention") == "reference"
-    assert dict(explain("hstu_attention", q, q, q, layout, scale_len=1).rows)["triton"].ok
 
 
 @interpreted

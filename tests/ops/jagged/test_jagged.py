@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from recsys.ops import explain, gather_rows, last_backend, segment_sum
+from recsys.ops import gather_rows, segment_sum
 from recsys.ops.runtime import dispatch
 from tests.ops import harness
 from tests.ops.harness import REFERENCE, Problem, Runner, assert_is, normal, results, runners
@@ -171,20 +171,6 @@ def test_the_library_ops(num_maps, known, monkeypatch):
 
 
 @interpreted
-def test_auto_stays_with_the_reference_on_a_cpu_and_what_is_refused():
-    values, index = torch.randn(4, 2), torch.tensor([1])
-    gather_rows(values, index)
-    assert last_backend("gather_rows") == "reference"
-    assert dict(explain("gather_rows", values, index).rows)["triton"].ok
-    assert (
-        "has 16 bytes"
-        in dict(explain("gather_rows", values.to(torch.complex128), index).rows)["triton"].reason
-    )
-    rows = dict(explain("gather_rows", values.double(), [index, index]).rows)
-    assert "not torch.float64" in rows["triton"].reason
-
-
-@interpreted
 def test_on_a_gpu_auto_takes_it_but_in_an_exported_graph():
     op, fields = dispatch._OPS["gather_rows"], {"device": "cuda", "dtype": torch.float32, "num_maps": 2}
     for exported in (False, True):
@@ -244,73 +230,48 @@ def test_segments_add_up_and_empty_ones_are_zero(lengths, lengths_dtype):
         assert torch.autograd.gradcheck(lambda v: segment_sum(v, torch.tensor(lengths)), values)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: gather_rows(torch.zeros(2), torch.zeros(2)),
-            TypeError,
-            "index must be int64 or int32, got torch.float32",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64)),
-            ValueError,
-            r"index must have one dimension, got shape \(1, 2\)",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(()), torch.zeros(1, dtype=torch.int64)),
-            ValueError,
-            "values must have at least one dimension",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2, device="meta"), torch.tensor([1])),
-            ValueError,
-            "index is on cpu, values on meta",
-        ),
-        (
-            lambda: gather_rows([torch.zeros(2, 3), torch.zeros(2, 4)], torch.tensor([1])),
-            ValueError,
-            r"first size only, values\[1\] has shape \(2, 4\) of torch.float32, the first one \(2, 3\)",
-        ),
-        (
-            lambda: gather_rows([torch.zeros(2), torch.zeros(2).double()], torch.tensor([1])),
-            ValueError,
-            r"values\[1\] has shape \(2,\) of torch.float64",
-        ),
-        (lambda: gather_rows([], torch.tensor([1])), ValueError, "values must be a tensor or some of them"),
-        (
-            lambda: gather_rows(torch.zeros(2), [torch.tensor([1]), torch.zeros(1)]),
-            TypeError,
-            r"index\[1\] must be int64 or int32, got torch.float32",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2), torch.tensor([1]), torch.tensor([0])),
-            ValueError,
-            r"inverse must have shape \[2\], a place for each row of values, got \(1,\)",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2), [torch.tensor([1])] * 2, torch.tensor([-1, 0])),
-            ValueError,
-            r"inverse must have two dimensions, got shape \(2,\)",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2), torch.tensor([1]), backend="cuda"),
-            ValueError,
-            "gather_rows has no backend 'cuda'; it has auto, triton, reference",
-        ),
-        (
-            lambda: segment_sum(torch.zeros(3, 1), torch.tensor([1, 1])),
-            ValueError,
-            "lengths add up to 2, but values has 3 rows",
-        ),
-        (lambda: segment_sum(torch.zeros(3, 1), torch.zeros(2)), TypeError, "lengths must be int32 or int64"),
-        (
-            lambda: segment_sum(torch.zeros(3, dtype=torch.int64), torch.tensor([3])),
-            TypeError,
-            "values must be floating point rows",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def arguments(**changes):
+    return {"values": torch.zeros(2), "index": torch.tensor([1])} | changes
+
+
+def segments(**changes):
+    return {"values": torch.zeros(3, 1), "lengths": torch.tensor([3])} | changes
+
+
+ONE = torch.tensor([1])
+WRONG = [
+    ({"index": torch.zeros(2)}, TypeError, "index must be int64 or int32, got torch.float32"),
+    ({"index": ONE[None]}, ValueError, r"index must have one dimension, got shape \(1, 1\)"),
+    ({"values": torch.zeros(())}, ValueError, "values must have at least one dimension"),
+    ({"values": torch.zeros(2, device="meta")}, ValueError, "index is on cpu, values on meta"),
+    (
+        {"values": [torch.zeros(2, 3), torch.zeros(2, 4)]},
+        ValueError,
+        r"first size only, values\[1\] has shape \(2, 4\) of torch.float32, the first one \(2, 3\)",
+    ),
+    (
+        {"values": [torch.zeros(2), torch.zeros(2).double()]},
+        ValueError,
+        r"values\[1\] has shape \(2,\) of torch.float64",
+    ),
+    ({"values": []}, ValueError, "values must be a tensor or some of them"),
+    ({"index": [ONE, torch.zeros(1)]}, TypeError, r"index\[1\] must be int64 or int32, got torch.float32"),
+    (
+        {"inverse": torch.tensor([0])},
+        ValueError,
+        r"inverse must have shape \[2\], a place for each row of values, got \(1,\)",
+    ),
+    (
+        {"index": [ONE] * 2, "inverse": torch.tensor([-1, 0])},
+        ValueError,
+        r"inverse must have two dimensions, got shape \(2,\)",
+    ),
+]
+WRONG_SEGMENTS = [
+    ({"lengths": torch.tensor([1, 1])}, ValueError, "lengths add up to 2, but values has 3 rows"),
+    ({"lengths": torch.zeros(2)}, TypeError, "lengths must be int32 or int64"),
+    ({"values": torch.zeros(3, dtype=torch.int64)}, TypeError, "values must be floating point rows"),
+]
+
+test_wrong_arguments_are_named = harness.refused(gather_rows, arguments, WRONG)
+test_wrong_segments_are_named = harness.refused(segment_sum, segments, WRONG_SEGMENTS)
