@@ -132,21 +132,24 @@ def tokens(name, **constants) -> Case:
 
 def linear_attention(kernel, dim, delta) -> Case:
     """Tokens in bfloat16. Gradients of the delta rule spill."""
-    from recsys.ops.linear_attention import triton_chunks, triton_ops, triton_scan
+    from recsys.ops.linear_attention import triton_chunks, triton_launch, triton_scan
     from recsys.ops.linear_attention.chunks import chunk_table_of
 
     q, layout = torch.empty(10, 4, dim, dtype=torch.bfloat16), SequenceLayout(torch.tensor([10]))
     tensors = (q, q, q, q, torch.empty(10, 4) if delta else None, torch.empty(1, 4, dim, dim))
-    table = chunk_table_of(layout, triton_ops.CHUNK, 0)
-    problem = triton_ops.problem_of(tensors, table, 1.0, None, False)
+    table = chunk_table_of(layout, triton_launch.CHUNK, 0)
+    problem = triton_launch.problem_of(tensors, table, 1.0, None, False)
     strides, scan = {"STRIDE_V": 4 * dim, "HEAD_V": dim}, problem.scan_launch()
     function, constants = {
-        "prepare": (triton_chunks.prepare_kernel, problem.chunk_constants(**triton_ops.PREPARE_LAUNCH)),
+        "prepare": (triton_chunks.prepare_kernel, problem.chunk_constants(**triton_launch.PREPARE_LAUNCH)),
         "states": (triton_scan.states_kernel, problem.scan_constants(LOCAL=False, **strides, **scan)),
         "local": (triton_scan.states_kernel, problem.scan_constants(LOCAL=True, **strides, **scan)),
         "out": (triton_chunks.out_kernel, problem.out_constants() | strides),
         "state_gradients": (triton_scan.state_gradients_kernel, problem.scan_constants(LOCAL=False, **scan)),
-        "gradients": (triton_chunks.gradients_kernel, problem.chunk_constants(**triton_ops.GRADIENTS_LAUNCH)),
+        "gradients": (
+            triton_chunks.gradients_kernel,
+            problem.chunk_constants(**triton_launch.GRADIENTS_LAUNCH),
+        ),
     }[kernel]
     wide = ("sums", "chunk_decays", "inverses", "starts", "final", "ends", "end_decays", "local")
     types = dict.fromkeys((*wide, "grad_starts", "beta", "grad_decay", "grad_beta"), "*fp32")
@@ -359,16 +362,16 @@ def traced_linear_attention(delta):
 
     Backward computes the states again, goes back through them and has one kernel by chunk.
     """
-    from recsys.ops.linear_attention import triton_ops
+    from recsys.ops.linear_attention import triton_launch
     from recsys.ops.linear_attention.chunks import chunk_table
 
     def both(q, beta, state, lengths, offsets, num_targets):
         table = chunk_table(lengths, offsets, num_targets, q.shape[0], 16, 0 if delta else 2)
         facts = (table, 1.0, torch.library.wrap_triton, not delta)
-        sums = triton_ops.decay_sums(q, table, q.dtype, torch.library.wrap_triton)
-        problem = triton_ops.problem_of((q, q, q, sums, beta if delta else None, state), *facts)
-        out, final, _ = triton_ops.launch_forward(problem)
-        return [out, final, *triton_ops.launch_backward(problem, sums.dtype, None, out, final)]
+        sums = triton_launch.decay_sums(q, table, q.dtype, torch.library.wrap_triton)
+        problem = triton_launch.problem_of((q, q, q, sums, beta if delta else None, state), *facts)
+        out, final, _ = triton_launch.launch_forward(problem)
+        return [out, final, *triton_launch.launch_backward(problem, sums.dtype, None, out, final)]
 
     layout = SequenceLayout(torch.tensor([33, 5]))
     facts = (layout.lengths, layout.offsets, layout.num_targets)

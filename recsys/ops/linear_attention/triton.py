@@ -1,7 +1,8 @@
 """The Triton backend of `linear_attention`: chunks of 64 tokens, tensor cores, states in float32.
 
 This module itself needs no Triton: `triton_chunks` has the kernels that work on each chunk alone,
-`triton_scan` those that carry the state from chunk to chunk, and `triton_ops` their launches.
+`triton_scan` those that carry the state from chunk to chunk, `triton_launch` launches them, and `triton_ops`
+makes them differentiable.
 """
 
 from __future__ import annotations

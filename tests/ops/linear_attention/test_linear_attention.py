@@ -41,9 +41,9 @@ WIDE = dict.fromkeys(("log_decay", "initial_state", "beta"), torch.float32)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     if INTERPRETED:
-        from recsys.ops.linear_attention import triton_ops
+        from recsys.ops.linear_attention import triton_launch
 
-        shrink(monkeypatch, triton_ops, CHUNK=16, COLUMNS=16, SHORTEST_SEGMENT=1)
+        shrink(monkeypatch, triton_launch, CHUNK=16, COLUMNS=16, SHORTEST_SEGMENT=1)
 
 
 def layout_of(shapes, contextual=1) -> SequenceLayout:
