@@ -71,13 +71,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
     for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
         arguments = [
             *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
-            out,
-            part,
-            part.shape[0],
-            num_heads,
-            *strides(q, k, v),
-            *scalars(problem),
-            *of_bias,
+            *(out, part, part.shape[0], num_heads, *strides(q, k, v), *scalars(problem), *of_bias),
         ]
         _launch(forward_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
     return out
@@ -154,14 +148,8 @@ def _launch_keys(
     for part, of_bias in parts_of(problem, items, blocks, wrap, packed, rows_first=False):
         arguments = [
             *operands(described, *shown),
-            out.k,
-            out.v,
-            part,
-            part.shape[0],
-            num_heads,
-            *strides(q, k, v, grad_out),
-            *scalars(problem),
-            *of_bias,
+            *(out.k, out.v, part, part.shape[0], num_heads),
+            *(*strides(*given), *scalars(problem), *of_bias),
             *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
         ]
         _launch(keys_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
@@ -185,13 +173,7 @@ def _launch_rows(given: _Given, out: Gradients, problem: Problem, wrap: Wrap) ->
     for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
         arguments = [
             *operands(described, *shown),
-            out.q,
-            part,
-            part.shape[0],
-            num_heads,
-            *strides(q, k, v, grad_out),
-            *scalars(problem),
-            *of_bias,
+            *(out.q, part, part.shape[0], num_heads, *strides(*given), *scalars(problem), *of_bias),
         ]
         _launch(rows_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
 
