@@ -20,6 +20,9 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one program may have on Hopper."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+"""Constants that are options of Triton's compiler."""
+
 IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
 needs_compiler = pytest.mark.skipif(
@@ -88,6 +91,13 @@ class Assembled:
 
 
 def assemble(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], folder: Path, **rest
+) -> Assembled:
+    """Compiles a kernel as `compile_kernel` does, and assembles it."""
+    return assembled(compile_kernel(kernel, types, constants, folder, **rest), folder)
+
+
+def compile_kernel(
     kernel: Any,
     types: dict[str, str],
     constants: dict[str, Any],
@@ -95,27 +105,25 @@ def assemble(
     *,
     other: str = "*i64",
     boxes: dict[str, tuple[int, ...]] | None = None,
-) -> Assembled:
-    """Compiles a kernel for aligned tensors and assembles it.
+    capability: int = 90,
+) -> Any:
+    """Compiles a kernel for aligned tensors.
 
     Args:
         types: types of parameters, such as `*fp32`. Those that are not named are `other`, or `i32` where the
             kernel is not specialised on them. Strides of type `i32` are multiples of 16.
-        constants: compile-time ones; `num_warps` and `num_stages` among them are options.
+        constants: compile-time ones; those that are options of the compiler among them.
         boxes: shapes of the blocks that descriptors of bfloat16 tensors show, for kernels in Gluon.
     """
     from triton.compiler import ASTSource
 
-    options = {"num_warps": 4} | {k: constants[k] for k in ("num_warps", "num_stages") if k in constants}
+    options = {"num_warps": 4} | {name: constants[name] for name in OPTIONS if name in constants}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source_of = ASTSource
     if kernel.is_gluon():
-        from triton.experimental.gluon import language as gl
         from triton.experimental.gluon._runtime import GluonASTSource as source_of
 
-        for name, shape in (boxes or {}).items():
-            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
-            types = types | {name: f"tensordesc<bf16{list(shape)},{layout!r}>".replace(" ", "", len(shape))}
+        types = types | {name: descriptor_type("bf16", shape) for name, shape in (boxes or {}).items()}
     signature, aligned = {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -126,7 +134,16 @@ def assemble(
         if signature[name].startswith("*") or (signature[name] == "i32" and name.startswith("stride")):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = source_of(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return assembled(compile_to_ptx(source, options, folder), folder)
+    return compile_to_ptx(source, options, folder, capability)
+
+
+def descriptor_type(dtype: str, shape: tuple[int, ...]) -> str:
+    """The type of a descriptor of a kernel in Gluon, `bf16` or `fp32`."""
+    from triton.experimental.gluon import language as gl
+
+    bits = int(dtype[-2:])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=len(shape))
+    return f"tensordesc<{dtype}[{','.join(map(str, shape))}],{layout!r}>"
 
 
 def compile_to_ptx(source: Any, options: dict[str, Any], folder: Path, capability: int = 90) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recsys.ops import AttentionMask
-from tests.tools.assembled import SHARED_MEMORY, Assembled, assemble, needs_gluon, opcodes
+from tests.tools.assembled import SHARED_MEMORY, Assembled, assemble, descriptor_type, needs_gluon, opcodes
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 pytestmark = needs_gluon
@@ -86,15 +86,12 @@ def check_loop(loop, dim, keys):
 @pytest.mark.parametrize("mask", MASKED)
 @pytest.mark.parametrize("dim", launch.BACKWARD_SIZES)
 def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path):
-    from triton.experimental.gluon import language as gl
-
     sizes, keys = launch.BACKWARD_SIZES[dim], 64 * launch.BACKWARD_STRIPS
     constants = launch.constants_of(sizes, MASKS[mask]) | {"D": dim}
     del constants["num_warps"]
     rows = {"q_desc": sizes.rows, "g_desc": sizes.rows, "k_desc": keys, "v_desc": keys}
     rows |= {"dk_desc": 64, "dv_desc": 64}
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
-    part = f"tensordesc<fp32[1,1,{sizes.rows},{dim // 2}],{layout!r}>"
+    part = descriptor_type("fp32", (1, 1, sizes.rows, dim // 2))
     made = assembled(launch.backward_kernel, constants, rows, tmp_path, {"dq_desc": part})
     assert made.shared <= SHARED_MEMORY and "serializ" not in made.report, made.report
     assert "UTMAREDG.4D.ADD" in made.sass
