@@ -124,10 +124,10 @@ def gather_sums(width, kind) -> Case:
     return Case(sum_kernel, {"given": kind, "out": kind}, _rows(width, 4), wide=int(width > 1))
 
 
-def tokens(name, **constants) -> Case:
+def tokens(name) -> Case:
     from recsys.ops.jagged import layout_kernels
 
-    return Case(getattr(layout_kernels, name), {}, {**constants, "LANES": 512})
+    return Case(getattr(layout_kernels, name), {}, {"DROPS": True, "LANES": 512})
 
 
 def linear_attention(kernel, dim, delta) -> Case:
@@ -227,9 +227,11 @@ def order(columns, padded) -> Case:
     return Case(order_kernel, {}, constants)
 
 
-def cases(build: Callable[..., Case], usual: Iterable[tuple], slow: Iterable[tuple] = ()) -> list[Any]:
-    """Parameters of the test: a function, and the arguments with which it builds a case."""
-    named = [(arguments, ()) for arguments in usual] + [(arguments, pytest.mark.slow) for arguments in slow]
+def cases(build: Callable[..., Case], usual: list[tuple], slow: Iterable[tuple] = ()) -> list[Any]:
+    """Parameters of the test: a function, and the arguments with which it builds a case. `slow` may have the
+    usual ones, too."""
+    named = [(arguments, ()) for arguments in usual]
+    named += [(arguments, pytest.mark.slow) for arguments in slow if arguments not in usual]
     return [
         pytest.param(build, arguments, marks=marks, id="-".join(map(str, (build.__name__, *arguments))))
         for arguments, marks in named
@@ -264,10 +266,6 @@ ITEMS = [(True, False, 128, 128), (False, True, 128, 128), (False, False, 128, 1
 ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
 
 
-def without(all_cases: list[tuple], usual: list[tuple]) -> list[tuple]:
-    return [case for case in all_cases if case not in usual]
-
-
 @pytest.mark.parametrize(
     ("build", "arguments"),
     cases(embedding, [(256, "*fp32", 2)], [(512, "*bf16", 2), (100, "*fp32", 1)])
@@ -293,17 +291,14 @@ def without(all_cases: list[tuple], usual: list[tuple]) -> list[tuple]:
         [(512, 4, 1), (256, 2, 3), (768, 4, 2), (100, 4, 1), (1, 8, 4), (3, 1, 2)],
     )
     + cases(gather_sums, [(256, "*fp32"), (512, "*bf16")], [(1, "*fp32")])
-    + cases(linear_attention, LINEAR_USUAL, without(LINEAR, LINEAR_USUAL))
-    + cases(linear_logp, LOGP_USUAL, without(LOGP, LOGP_USUAL))
-    + cases(top_k, TOP_K_USUAL, without(TOP_K, TOP_K_USUAL))
+    + cases(linear_attention, LINEAR_USUAL, LINEAR)
+    + cases(linear_logp, LOGP_USUAL, LOGP)
+    + cases(top_k, TOP_K_USUAL, TOP_K)
     + cases(top_k_product, [(128,)], [(64,), (256,), (512,)])
     + cases(work_items, [(True, True, 128, 128), (False, True, 192, 64), (False, False, 128, 64)], ITEMS)
     + cases(cached_work_items, [(True,)], [(False,)])
     + cases(order, [(NUM_COLUMNS, 16), (NUM_CACHED_COLUMNS, 32)])
-    + [
-        pytest.param(tokens, ("tokens_kernel",), id="tokens"),
-        pytest.param(lambda name: tokens(name, DROPS=True), ("source_kernel",), id="source_rows"),
-    ],
+    + cases(tokens, [("tokens_kernel",), ("source_kernel",)]),
 )
 def test_it_fits_and_accesses_are_wide(build, arguments, tmp_path):
     case = build(*arguments)
