@@ -17,14 +17,14 @@ from recsys.modules.precision import product_dtype
 from recsys.ops import AttentionMask, GradientBuffer
 from recsys.ops.attention_args import AttentionFacts, check_number
 from recsys.ops.gated_norm import OP as GATE
-from recsys.ops.gated_norm import GateFacts, new_seed
+from recsys.ops.gated_norm import GateFacts, GateOptions, new_seed
 from recsys.ops.hstu_attention import OP as ATTENTION
 from recsys.ops.hstu_attention import Problem
 from recsys.ops.hstu_attention import attend as hstu_attend
 from recsys.ops.jagged import OP as GATHER
 from recsys.ops.jagged import GatherFacts
 from recsys.ops.norm_linear import OP as NORM_LINEAR
-from recsys.ops.norm_linear import NormLinearFacts
+from recsys.ops.norm_linear import NormLinearFacts, NormLinearOptions
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Op
 from recsys.ops.runtime.saved_function import SavedCalls
@@ -293,16 +293,8 @@ def _project(
 ) -> Sequence[Tensor]:
     """Runs the projection of norm(x) and returns its parts."""
     shape = plan.shape
-    arguments = (
-        x,
-        *norm,
-        *product,
-        grad_buffer,
-        shape.eps,
-        shape.dtype,
-        shape.keep_normed,
-        shape.all_silu,
-    )
+    options = NormLinearOptions(shape.eps, shape.dtype, shape.keep_normed, shape.all_silu)
+    arguments = (x, *norm, *product, grad_buffer, options)
     return calls.run(plan.norm_linear.NormLinear, arguments, needed[:5])[1:]
 
 
@@ -328,8 +320,8 @@ def _finish(
 ) -> Tensor:
     """Runs the gate, the output projection and the residual sum."""
     shape = plan.shape
-    options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, not shape.all_silu)
-    arguments = (attended.flatten(1), u, *weights.gate, grad_buffer, *options)
+    options = GateOptions(shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, not shape.all_silu)
+    arguments = (attended.flatten(1), u, *weights.gate, grad_buffer, options)
     gated = calls.run(plan.gate.GatedNorm, arguments)
     linear_add = triton_support.load(LINEAR).LinearAdd
     return calls.run(linear_add, (x, gated, *weights.output), (True, True, *needed[7:9]))

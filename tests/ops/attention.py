@@ -24,14 +24,20 @@ def attend(q, k, v, *, layout, mask, backend, deterministic=True, **rest):
     return hstu_attention(q, k, v, layout, mask, bias=bias, backend=backend, **rest)
 
 
+def samples_of(layout) -> list[Sample]:
+    """The samples that a layout describes."""
+    sizes, context = (
+        zip(layout.lengths.tolist(), layout.num_targets.tolist(), strict=True),
+        layout.num_contextual,
+    )
+    return [Sample(context, length - context - targets, targets) for length, targets in sizes]
+
+
 def by_loops(q, k, v, *, layout, mask, scale_len, alpha=None, **rest):
     """What `attend` returns, by loops over queries and keys."""
-    sizes = zip(layout.lengths.tolist(), layout.num_targets.tolist(), strict=True)
-    context = layout.num_contextual
-    batch = [Sample(context, length - context - targets, targets) for length, targets in sizes]
     bias = RelativeBias(*(rest[name] for name in BIAS)) if "time_table" in rest else None
     alpha = q.shape[2] ** -0.5 if alpha is None else alpha
-    return oracle.hstu(q, k, v, batch, mask, alpha, scale_len, bias)
+    return oracle.hstu(q, k, v, samples_of(layout), mask, alpha, scale_len, bias)
 
 
 def problem(shapes, contextual=0, mask=CAUSAL, *, heads=1, bias_rows=0, times=None, dims=(3, 2), **options):

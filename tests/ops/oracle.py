@@ -105,4 +105,7 @@ def _attend(q, k, v, samples, mask, alpha, bias, weights) -> Tensor:
                 row.append(sum(w * v[start + j, head] for w, j in zip(weights(scores), keys, strict=True)))
             rows.append(torch.stack(row))
         start += sample.length
-    return torch.stack(rows) if rows else v * 0
+    if rows:
+        return torch.stack(rows)
+    tables = () if bias is None else (bias.position_table, bias.time_table)
+    return v * sum(tensor.sum() for tensor in (q, k, *tables))  # without rows, but with all gradients

@@ -101,11 +101,6 @@ WRONG = [
         ValueError,
         "bias.position_table is on meta, q on cpu",
     ),
-    (
-        {"backend": "cuda"},
-        ValueError,
-        "hstu_attention has no backend 'cuda'; it has auto, sm90, triton, reference",
-    ),
 ]
 
 

@@ -20,6 +20,9 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one program may have on Hopper."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+"""Constants that are options of Triton's compiler."""
+
 IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
 needs_compiler = pytest.mark.skipif(
@@ -68,8 +71,33 @@ class Assembled:
         """The machine code, disassembled."""
         return disassembled(self.cubin)
 
+    @cached_property
+    def product_loops(self) -> list[list[str]]:
+        """The instructions of each innermost loop with matrix instructions."""
+        return [loop for loop in inner_loops(self.sass) if any("HGMMA" in line for line in loop)]
+
+    def check_resources(self, registers: int, spilled: int) -> None:
+        """Shared memory suffices, no product waits for the one before it, and few bytes are spilled.
+
+        Args:
+            registers: of one thread of each warp group, added up.
+            spilled: bytes that may be: numbers of a tile, far from the loops over blocks.
+        """
+        assert self.shared <= SHARED_MEMORY
+        assert "serializ" not in self.report, self.report
+        assert registers * 128 <= 65536
+        version = environment.version_numbers(environment.tool_version(environment.find_ptxas()))
+        assert self.spills <= spilled or version < environment.MINIMAL_PTXAS, self.report
+
 
 def assemble(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], folder: Path, **rest
+) -> Assembled:
+    """Compiles a kernel as `compile_kernel` does, and assembles it."""
+    return assembled(compile_kernel(kernel, types, constants, folder, **rest), folder)
+
+
+def compile_kernel(
     kernel: Any,
     types: dict[str, str],
     constants: dict[str, Any],
@@ -77,27 +105,25 @@ def assemble(
     *,
     other: str = "*i64",
     boxes: dict[str, tuple[int, ...]] | None = None,
-) -> Assembled:
-    """Compiles a kernel for aligned tensors and assembles it.
+    capability: int = 90,
+) -> Any:
+    """Compiles a kernel for aligned tensors.
 
     Args:
         types: types of parameters, such as `*fp32`. Those that are not named are `other`, or `i32` where the
             kernel is not specialised on them. Strides of type `i32` are multiples of 16.
-        constants: compile-time ones; `num_warps` and `num_stages` among them are options.
+        constants: compile-time ones; those that are options of the compiler among them.
         boxes: shapes of the blocks that descriptors of bfloat16 tensors show, for kernels in Gluon.
     """
     from triton.compiler import ASTSource
 
-    options = {"num_warps": 4} | {k: constants[k] for k in ("num_warps", "num_stages") if k in constants}
+    options = {"num_warps": 4} | {name: constants[name] for name in OPTIONS if name in constants}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source_of = ASTSource
     if kernel.is_gluon():
-        from triton.experimental.gluon import language as gl
         from triton.experimental.gluon._runtime import GluonASTSource as source_of
 
-        for name, shape in (boxes or {}).items():
-            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
-            types = types | {name: f"tensordesc<bf16{list(shape)},{layout!r}>".replace(" ", "", len(shape))}
+        types = types | {name: descriptor_type("bf16", shape) for name, shape in (boxes or {}).items()}
     signature, aligned = {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -108,7 +134,16 @@ def assemble(
         if signature[name].startswith("*") or (signature[name] == "i32" and name.startswith("stride")):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = source_of(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return assembled(compile_to_ptx(source, options, folder), folder)
+    return compile_to_ptx(source, options, folder, capability)
+
+
+def descriptor_type(dtype: str, shape: tuple[int, ...]) -> str:
+    """The type of a descriptor of a kernel in Gluon, `bf16` or `fp32`."""
+    from triton.experimental.gluon import language as gl
+
+    bits = int(dtype[-2:])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=len(shape))
+    return f"tensordesc<{dtype}[{','.join(map(str, shape))}],{layout!r}>"
 
 
 def compile_to_ptx(source: Any, options: dict[str, Any], folder: Path, capability: int = 90) -> Any:
@@ -138,3 +173,29 @@ def disassembled(cubin: Path) -> str:
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+
+
+def inner_loops(sass: str) -> list[list[str]]:
+    """The instructions of each loop that has none in it."""
+    program, labels = [], {}
+    for line in sass.split("\n"):
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(program)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            program.append(instruction.group(1))
+    jumps = []
+    for i, instruction in enumerate(program):
+        if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction):
+            jumps.append((labels[target.group(1)], i))
+    # The cold second half of a wait is at the end of the program and jumps back over everything: no loop.
+    back = [(start, end) for start, end in jumps if start <= end and end - start < 2500]
+    return [
+        program[start : end + 1]
+        for start, end in back
+        if not any((start, end) != other and start <= other[0] and other[1] <= end for other in back)
+    ]
+
+
+def opcodes(loop: list[str]) -> list[str]:
+    """The operations of instructions, without predicates and operands."""
+    return [re.sub(r"^@!?U?P\w+ ", "", line).split()[0] for line in loop]

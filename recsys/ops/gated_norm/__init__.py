@@ -28,13 +28,23 @@ class GateFacts:
 
 
 class GateOptions(NamedTuple):
-    """Non-tensor arguments of a call, as backends take them."""
+    """The numbers of a call."""
 
     num_groups: int
     eps: float
     concat: bool
     dropout: float
     silu: bool = False
+
+
+class GateInputs(NamedTuple):
+    """The tensors of a call; the seed is None without dropout."""
+
+    attended: Tensor
+    u: Tensor
+    weight: Tensor
+    bias: Tensor
+    seed: Tensor | None
 
 
 def gated_norm(
@@ -99,7 +109,8 @@ def gated_norm(
     elif seed is None:
         seed = new_seed(attended.device)
     options = GateOptions(num_groups, eps, gate == "concat", dropout, silu)
-    return OP.select(facts, backend).run(attended, u, weight, bias, seed, grad_buffer, options)
+    inputs = GateInputs(attended, u, weight, bias, seed)
+    return OP.select(facts, backend).run(inputs, grad_buffer, options)
 
 
 def new_seed(device: torch.device) -> Tensor:

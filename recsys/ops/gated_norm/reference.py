@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.gated_norm import GateOptions, counter
+from recsys.ops.gated_norm import GateInputs, GateOptions, counter
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
@@ -16,17 +16,10 @@ def supports(facts: object) -> Support:
     return SUPPORTED
 
 
-def run(
-    attended: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    seed: Tensor | None,
-    grad_buffer: GradientBuffer | None,
-    options: GateOptions,
-) -> Tensor:
+def run(inputs: GateInputs, grad_buffer: GradientBuffer | None, options: GateOptions) -> Tensor:
     """Runs one operation after the other in the wider dtype and rounds once, at the end. Ignores the
     buffer."""
+    attended, u, weight, bias, seed = inputs
     wide = torch.promote_types(attended.dtype, weight.dtype)
     a, factor = attended.to(wide), u.to(wide)
     if options.silu:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops.gated_norm import GateFacts, GateOptions
+from recsys.ops.gated_norm import GateFacts, GateInputs, GateOptions
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
@@ -30,17 +30,9 @@ def supports(facts: GateFacts) -> Support:
     return able
 
 
-def run(
-    attended: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    seed: Tensor | None,
-    grad_buffer: GradientBuffer | None,
-    options: GateOptions,
-) -> Tensor:
+def run(inputs: GateInputs, grad_buffer: GradientBuffer | None, options: GateOptions) -> Tensor:
     """Computes in float32. Backward reads a, u and the gradient once; forward stores nothing else."""
     ops = triton_support.load(_OPS)
     if torch.compiler.is_compiling():
-        return ops.gated_norm_triton(attended, u, weight, bias, seed, *options)
-    return ops.GatedNorm.apply(attended, u, weight, bias, seed, grad_buffer, *options)
+        return ops.gated_norm_triton(*inputs, *options)
+    return ops.GatedNorm.apply(*inputs, grad_buffer, options)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from recsys.ops.gated_norm import GateOptions, counter
+from recsys.ops.gated_norm import GateInputs, GateOptions, counter
 from recsys.ops.gated_norm.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.column_sums import sum_of_parts
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.runtime.launch import Wrap, launch
-from recsys.ops.runtime.registration import differentiable, saving, traceable_op
+from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 ENTRIES = 2048
@@ -35,42 +35,33 @@ class Blocks(NamedTuple):
 
 
 class GatedNorm(torch.autograd.Function):
-    """Autograd function, called as `apply(attended, u, weight, bias, seed, grad_buffer, *options)`."""
+    """Autograd function, called as `apply(*inputs, grad_buffer, options)`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        attended: Tensor,
-        u: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        seed: Tensor | None,
-        grad_buffer: GradientBuffer | None,
-        *options: Any,
-    ) -> Tensor:
-        ctx.save_for_backward(attended, u, weight, bias, seed)
-        ctx.grad_buffer, ctx.options = grad_buffer, GateOptions(*options)
-        return launch_forward(attended, u, weight, bias, seed, ctx.options)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *inputs, ctx.grad_buffer, ctx.options = arguments
+        ctx.save_for_backward(*inputs)
+        return launch_forward(GateInputs(*inputs), ctx.options)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        grad_a, grad_u, both = launch_backward(
-            grad_out, *ctx.saved_tensors, options=ctx.options, grad_buffer=ctx.grad_buffer
-        )
-        return (grad_a, grad_u, *both.unbind(0), None, None, *(None for _ in ctx.options))
+        inputs = GateInputs(*ctx.saved_tensors)
+        grads = launch_backward(grad_out, inputs, ctx.options, grad_buffer=ctx.grad_buffer)
+        return (grads.attended, grads.u, *grads.parameters.unbind(0), None, None, None)
 
 
-def launch_forward(
-    attended: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    seed: Tensor | None,
-    options: GateOptions,
-    wrap: Wrap | None = None,
-) -> Tensor:
-    """Launches `forward_kernel` and returns [T, W] or [T, 3 W]. The arguments have been validated."""
+class GateGrads(NamedTuple):
+    """Gradients of the arguments."""
+
+    attended: Tensor
+    u: Tensor
+    parameters: Tensor  # [2, W], those of weight and bias
+
+
+def launch_forward(inputs: GateInputs, options: GateOptions, wrap: Wrap | None = None) -> Tensor:
+    """Launches `forward_kernel` and returns [T, W] or [T, 3 W]. The inputs have been validated."""
+    attended, u, weight, bias, seed = inputs
     num_rows, width = attended.shape
     columns = 3 * width if options.concat else width
     out = torch.empty(num_rows, columns, dtype=attended.dtype, device=attended.device)
@@ -95,24 +86,20 @@ def launch_forward(
 
 def launch_backward(
     grad_out: Tensor,
-    attended: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    seed: Tensor | None,
+    inputs: GateInputs,
     options: GateOptions,
     wrap: Wrap | None = None,
     grad_buffer: GradientBuffer | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of `attended` and `u` (in the buffer, if there is one), and [2, W] of `weight`
-    and `bias`."""
+) -> GateGrads:
+    """Computes the gradients, that of `u` in the buffer, if there is one."""
+    attended, u, weight, bias, seed = inputs
     num_rows, width = attended.shape
     grad_a = torch.empty_like(attended, memory_format=torch.contiguous_format)
     grad_u = (
         grad_buffer.place(u) if grad_buffer else torch.empty_like(u, memory_format=torch.contiguous_format)
     )
     if num_rows == 0:
-        return grad_a, grad_u, weight.new_zeros(2, width)
+        return GateGrads(grad_a, grad_u, weight.new_zeros(2, width))
     grad_out, attended, u = map(_with_dense_rows, (grad_out, attended, u))
     per_warp = ENTRIES_PER_WARP_OF_FIVE if options.concat else ENTRIES_PER_WARP
     blocks = blocks_of(width // options.num_groups, per_warp)
@@ -141,7 +128,7 @@ def launch_backward(
         wrap,
     )
     both = sum_of_parts(sums) if wrap is None else sums.sum(0)
-    return grad_a, grad_u, both.to(weight.dtype)
+    return GateGrads(grad_a, grad_u, both.to(weight.dtype))
 
 
 def blocks_of(group_width: int, entries_per_warp: int) -> Blocks:
@@ -173,41 +160,19 @@ def _constants(width: int, options: GateOptions, blocks: Blocks) -> dict[str, An
 
 
 @traceable_op("gated_norm_triton")
-def gated_norm_triton(
-    attended: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    seed: Tensor | None,
-    num_groups: int,
-    eps: float,
-    concat: bool,
-    dropout: float,
-    silu: bool = False,
-) -> Tensor:
+@flat_signature(GateInputs, GateOptions, returns=Tensor)
+def gated_norm_triton(*arguments: Any) -> Tensor:
     """Computes `gated_norm` for traced graphs."""
-    options = GateOptions(num_groups, eps, concat, dropout, silu)
-    return launch_forward(attended, u, weight, bias, seed, options, wrap_triton)
+    return launch_forward(GateInputs(*arguments[:5]), GateOptions(*arguments[5:]), wrap_triton)
 
 
 @traceable_op("gated_norm_triton_backward")
-def gated_norm_triton_backward(
-    grad_out: Tensor,
-    attended: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    seed: Tensor | None,
-    num_groups: int,
-    eps: float,
-    concat: bool,
-    dropout: float,
-    silu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@flat_signature({"grad_out": Tensor}, GateInputs, GateOptions, returns=tuple[Tensor, Tensor, Tensor, Tensor])
+def gated_norm_triton_backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of `attended`, `u`, `weight` and `bias`."""
-    options = GateOptions(num_groups, eps, concat, dropout, silu)
-    grad_a, grad_u, both = launch_backward(grad_out, attended, u, weight, bias, seed, options, wrap_triton)
-    return grad_a, grad_u, both[0].clone(), both[1].clone()
+    inputs, options = GateInputs(*arguments[:5]), GateOptions(*arguments[5:])
+    grads = launch_backward(grad_out, inputs, options, wrap_triton)
+    return grads.attended, grads.u, grads.parameters[0].clone(), grads.parameters[1].clone()
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -63,7 +63,9 @@ def hstu_attention(
 
     Source: Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
     """
-    problem = _problem(q, k, v, layout, mask, alpha, scale_len, bias, deterministic)
+    check_attention(q, k, v, layout, mask)
+    alpha = scale_of(q) if alpha is None else alpha
+    problem = Problem(layout, mask, alpha, scale_len, bias, deterministic=is_deterministic(deterministic))
     return _run(q, k, v, problem, backend)
 
 
@@ -90,23 +92,6 @@ def attend(
     if grad_buffer is not None:
         problem = problem.with_grad_buffer(grad_buffer)
     return _run(q, k, v, problem, backend)
-
-
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    mask: AttentionMask,
-    alpha: float | None,
-    scale_len: float,
-    bias: RelativeBias | None,
-    deterministic: bool | None,
-) -> Problem:
-    """Checks the tensors against the layout and builds the problem of one public call."""
-    check_attention(q, k, v, layout, mask)
-    alpha = scale_of(q) if alpha is None else alpha
-    return Problem(layout, mask, alpha, scale_len, bias, deterministic=is_deterministic(deterministic))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Tensor:
@@ -141,7 +126,10 @@ def _facts(
     deterministic: bool | None = None,
 ) -> AttentionFacts:
     """Returns the facts of one public call; takes the parameters of `hstu_attention` without `backend`."""
-    return _facts_of(q, k, v, _problem(q, k, v, layout, mask, alpha, scale_len, bias, deterministic))
+    check_attention(q, k, v, layout, mask)
+    alpha = scale_of(q) if alpha is None else alpha
+    problem = Problem(layout, mask, alpha, scale_len, bias, deterministic=is_deterministic(deterministic))
+    return _facts_of(q, k, v, problem)
 
 
 OP = Op("hstu_attention", __name__, backends=("sm90", "triton", "reference"), facts=_facts)

@@ -1,14 +1,12 @@
 """Defines `Problem` and `CachedProblem`: everything about one attention call except q, k and v.
 
 The public functions build a problem and backends take it; layers that need more than the public signature
-build one themselves. Library ops of PyTorch take flat arguments only: `flattened` and `rebuilt` convert
-between the two.
+build one themselves. Library ops of PyTorch take flat arguments only: `flattened` makes a `FlatProblem`, and
+`FlatProblem.rebuilt` turns it back.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,7 +34,6 @@ class Problem:
         tail: number of newest history rows of each sample whose results are read; contextual tokens and
             targets are always read. All other rows must have a q of zeros, and their results are
             arbitrary. None: all rows are read.
-            shared: intermediate results that forward and backward both use, keyed by the backend.
         shared: intermediate results that forward and backward both use, by a key of the backend.
     """
 
@@ -111,82 +108,70 @@ class Gradients(NamedTuple):
     time_table: Tensor | None
 
 
+class FlatProblem(NamedTuple):
+    """A problem as library ops take it: tensors first, then numbers. Graphs use neither a gradient buffer nor
+    `tail` and `shared`."""
+
+    lengths: Tensor
+    offsets: Tensor
+    num_targets: Tensor
+    position_table: Tensor | None
+    time_table: Tensor | None
+    timestamps: Tensor | None
+    next_timestamps: Tensor | None
+    num_contextual: int
+    window: int | None
+    prefix: int
+    target_window: bool
+    target_group_size: int
+    contextual_reads_history: bool
+    alpha: float
+    scale_len: float
+    deterministic: bool
+
+    def rebuilt(self, total_len: int) -> Problem:
+        """Returns the problem; `total_len` also bounds the longest sample and the number of targets."""
+        layout = SequenceLayout.trusted(*self[:3], self.num_contextual, total_len, total_len, total_len)
+        mask = AttentionMask(*mask_fields(self))
+        bias = None
+        if self.position_table is not None and self.time_table is not None:
+            if self.timestamps is None or self.next_timestamps is None:
+                raise ValueError("bias tables without timestamps and next_timestamps")
+            bias = RelativeBias(self.position_table, self.time_table, self.timestamps, self.next_timestamps)
+        return Problem(layout, mask, self.alpha, self.scale_len, bias, deterministic=self.deterministic)
+
+
 NUM_FLAT_TENSORS = 7
-"""Number of leading values of `flattened` that are tensors, or None in place of a tensor."""
+"""Number of leading fields of `FlatProblem` that are tensors, or None in place of a tensor."""
 
 FLAT_TABLES = 3
-"""Index of the position table in the result of `flattened`; the time table follows it."""
+"""Index of the position table in `FlatProblem`; the time table follows it."""
 
 
-def flattened(problem: Problem) -> tuple[Any, ...]:
-    """Returns the parameters of `rebuilt` after `total_len`, in order. Omits the gradient buffer, `tail` and
-    `shared`, which graphs do not use."""
+def flattened(problem: Problem) -> FlatProblem:
+    """Returns the problem as library ops take it."""
     layout, mask, bias = problem.layout, problem.mask, problem.bias
     times = (None, None) if bias is None else (bias.timestamps, bias.next_timestamps)
-    return (
+    return FlatProblem(
         layout.lengths,
         layout.offsets,
         layout.num_targets,
         *problem.tables,
         *times,
         layout.num_contextual,
-        mask.window,
-        mask.prefix,
-        mask.target_window,
-        mask.target_group_size,
-        mask.contextual_reads_history,
+        *mask_fields(mask),
         problem.alpha,
         problem.scale_len,
         problem.deterministic,
     )
 
 
-def rebuilt(
-    total_len: int,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    position_table: Tensor | None,
-    time_table: Tensor | None,
-    timestamps: Tensor | None,
-    next_timestamps: Tensor | None,
-    num_contextual: int,
-    window: int | None,
-    prefix: int,
-    target_window: bool,
-    target_group_size: int,
-    contextual_reads_history: bool,
-    alpha: float,
-    scale_len: float,
-    deterministic: bool,
-) -> Problem:
-    """Rebuilds a problem from flat arguments. `total_len` also bounds the longest sample and the number of
-    targets."""
-    layout = SequenceLayout.trusted(
-        lengths, offsets, num_targets, num_contextual, total_len, total_len, total_len
+def mask_fields(mask: Any) -> tuple[int | None, int, bool, int, bool]:
+    """Returns the fields of an `AttentionMask`, in order, from the mask or from a flat problem."""
+    return (
+        mask.window,
+        mask.prefix,
+        mask.target_window,
+        mask.target_group_size,
+        mask.contextual_reads_history,
     )
-    mask = AttentionMask(window, prefix, target_window, target_group_size, contextual_reads_history)
-    bias = None
-    if position_table is not None and time_table is not None:
-        if timestamps is None or next_timestamps is None:
-            raise ValueError("bias tables without timestamps and next_timestamps")
-        bias = RelativeBias(position_table, time_table, timestamps, next_timestamps)
-    return Problem(layout, mask, alpha, scale_len, bias, deterministic=deterministic)
-
-
-def flat_signature(*tensors: str, returns: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates `f(*tensors, *flat)` with the signature from which PyTorch infers the schema of a library op.
-
-    Args:
-        tensors: names of the parameters that precede those of the problem.
-        returns: annotation of the result.
-    """
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [inspect.Parameter(name, kind, annotation=Tensor) for name in tensors]
-    flat = list(inspect.signature(rebuilt, eval_str=True).parameters.values())[1:]
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__signature__ = inspect.Signature([*names, *flat], return_annotation=returns)  # type: ignore[attr-defined]
-        return function
-
-    return decorate

@@ -31,6 +31,17 @@ class LinearAttention(NamedTuple):
     """[B, H, D, V], float32 or wider: the state after each history, from which a later call can continue."""
 
 
+class Inputs(NamedTuple):
+    """The floating point tensors of a call; see `linear_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor | None
+    initial_state: Tensor
+
+
 @dataclass(frozen=True)
 class LinearAttentionFacts:
     """Everything that a backend may consider when it decides whether it can run."""
@@ -86,10 +97,11 @@ def linear_attention(
     """
     facts = _facts(q, k, v, log_decay, layout, beta=beta, scale=scale, initial_state=initial_state)
     scale = scale_of(q) if scale is None else scale
-    run = OP.select(facts, backend).run
-    return LinearAttention(
-        *run(q, k, v, log_decay, layout, beta=beta, scale=scale, initial_state=initial_state)
-    )
+    if initial_state is None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        initial_state = q.new_zeros(layout.batch_size, *q.shape[1:], v.shape[2], dtype=wide)
+    inputs = Inputs(q, k, v, log_decay, beta, initial_state)
+    return LinearAttention(*OP.select(facts, backend).run(inputs, layout, scale))
 
 
 def _facts(

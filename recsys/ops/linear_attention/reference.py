@@ -16,8 +16,9 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.linear_attention import Inputs
 from recsys.ops.runtime.dispatch import SUPPORTED, Support, is_exporting
-from recsys.ops.runtime.registration import differentiable, opaque_op, saving
+from recsys.ops.runtime.registration import differentiable, flat_signature, opaque_op, saving
 
 CHUNK = 16
 """Tokens per chunk of a sample: [B, CHUNK, CHUNK, H, D] numbers are held at a time."""
@@ -31,53 +32,25 @@ def supports(facts: object) -> Support:
     return SUPPORTED
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    layout: SequenceLayout,
-    *,
-    beta: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def run(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tensor, Tensor]:
     """Returns the output [T, H, V] and the final state [B, H, D, V]; the arguments have been validated."""
-    if log_decay.dim() == 2:
-        log_decay = log_decay[:, :, None].expand(q.shape)
-    if initial_state is None:
-        initial_state = zero_state(q, v, layout)
+    if inputs.log_decay.dim() == 2:
+        inputs = inputs._replace(log_decay=inputs.log_decay[:, :, None].expand(inputs.q.shape))
     if is_exporting():
-        return _attend_exported(q, k, v, log_decay, beta, initial_state, layout, scale)
+        return _attend_exported(inputs, layout, scale)
     if torch.compiler.is_compiling():
         facts = (layout.lengths, layout.offsets, layout.num_targets, layout.num_contextual, layout.max_len)
-        return linear_attention_op(q, k, v, log_decay, beta, initial_state, *facts, scale)
-    return _attend(q, k, v, log_decay, beta, initial_state, layout, scale)
+        return linear_attention_op(*inputs, *facts, scale)
+    return _attend(inputs, layout, scale)
 
 
-def zero_state(q: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-    """Returns the state [B, H, D, V] before any token, zeros in float32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_zeros(layout.batch_size, *q.shape[1:], v.shape[2], dtype=wide)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    layout: SequenceLayout,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
+def _attend(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tensor, Tensor]:
+    q, v = inputs.q, inputs.v
     with torch.autocast(q.device.type, enabled=False):
-        tokens = (q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide))
-        tokens = tokens if beta is None else (*tokens, beta.to(wide))
+        tokens, state = _wide(inputs, scale)
         rows = _padded_rows(layout)
         padded = [torch.cat([part, part.new_zeros(1, *part.shape[1:])])[rows] for part in tokens]
-        state, outputs = state.to(wide), []
+        outputs = []
         for chunk in zip(*(part.split(CHUNK, dim=1) for part in padded), strict=True):
             if chunk[0].shape[1]:  # `split` makes one empty chunk of an empty tensor
                 out, state = checkpoint(_chunk, state, *chunk, use_reentrant=False, preserve_rng_state=False)
@@ -88,20 +61,18 @@ def _attend(
         return out.to(v.dtype), state
 
 
-def _attend_exported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    layout: SequenceLayout,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _wide(inputs: Inputs, scale: float) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Returns what `_chunk` takes after the state, for all tokens, and the state: in float32 or wider."""
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    *tokens, state = (None if tensor is None else tensor.to(wide) for tensor in inputs)
+    tokens[0] = tokens[0] * scale
+    return tuple(tensor for tensor in tokens if tensor is not None), state
+
+
+def _attend_exported(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tensor, Tensor]:
     """Computes `_attend` without gradients, by a loop that one graph holds for any number of chunks."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    tokens = (q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide))
-    tokens = tokens if beta is None else (*tokens, beta.to(wide))
+    q, v = inputs.q, inputs.v
+    tokens, state = _wide(inputs, scale)
     num_chunks = layout.max_len // EXPORTED_CHUNK + 2  # never 1, which a compiler treats as a special case
     place = torch.arange(num_chunks * EXPORTED_CHUNK, device=q.device)
     is_history = place < layout.history_end[:, None]
@@ -118,8 +89,8 @@ def _attend_exported(
         return number + 1, state, outputs.index_copy(1, number[None], out[:, None])
 
     first = torch.zeros((), dtype=torch.int64, device=q.device)
-    outputs = q.new_zeros(padded[2].shape, dtype=wide)
-    _, state, outputs = while_loop(more, step, (first, state.to(wide), outputs))
+    outputs = q.new_zeros(padded[2].shape, dtype=state.dtype)
+    _, state, outputs = while_loop(more, step, (first, state, outputs))
     of_history = outputs.flatten(0, 2)
     of_targets = _alone(state, layout.targets_only().index, layout, tokens)
     out = torch.cat([of_history, of_targets])[_places(layout, num_chunks * EXPORTED_CHUNK)]
@@ -178,74 +149,44 @@ def _places(layout: SequenceLayout, max_len: int) -> Tensor:
     return torch.where(is_target, behind, samples * max_len + positions)
 
 
-def _layout(
-    q: Tensor, lengths: Tensor, offsets: Tensor, num_targets: Tensor, num_contextual: int, max_len: int
-) -> SequenceLayout:
-    total_targets = int(num_targets.sum())
-    return SequenceLayout.trusted(
-        lengths, offsets, num_targets, num_contextual, q.shape[0], max_len, total_targets
-    )
+FACTS = {
+    **dict.fromkeys(("lengths", "offsets", "num_targets"), Tensor),
+    **dict.fromkeys(("num_contextual", "max_len"), int),
+    "scale": float,
+}
+"""Parameters of the library ops after the inputs."""
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    num_contextual: int,
-    max_len: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
+def _rebuilt(arguments: tuple[Any, ...]) -> tuple[Inputs, SequenceLayout, float]:
+    """Returns what `_attend` takes from the flat arguments of a library op."""
+    inputs, (*tensors, num_contextual, max_len, scale) = Inputs(*arguments[:6]), arguments[6:]
+    sizes = (inputs.q.shape[0], max_len, int(tensors[2].sum()))
+    return inputs, SequenceLayout.trusted(*tensors, num_contextual, *sizes), scale
+
+
+@flat_signature(Inputs, FACTS, returns=tuple[Tensor, Tensor])
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        out, final = _attend(q, k, v, log_decay, beta, state, layout, scale)
+        out, final = _attend(*_rebuilt(arguments))
     return out, final.clone()  # without any history it is the given state itself
 
 
-def _backward_op(
-    grad_out: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    num_contextual: int,
-    max_len: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
+@flat_signature({"grad_out": Tensor, "grad_final": Tensor}, Inputs, FACTS, returns=tuple[(Tensor,) * 6])
+def _backward_op(grad_out: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs, layout, scale = _rebuilt(arguments)
     with torch.enable_grad():
-        names = ("q", "k", "v", "log_decay", "beta", "state")
-        given = dict(zip(names, (q, k, v, log_decay, beta, state), strict=True))
-        leaves = {
-            name: tensor.detach().requires_grad_() for name, tensor in given.items() if tensor is not None
-        }
-        results = _attend(**{"beta": None, **leaves}, layout=layout, scale=scale)
-        gradients = torch.autograd.grad(
-            results, list(leaves.values()), (grad_out, grad_final), materialize_grads=True
-        )
-    by_name = dict(zip(leaves, gradients, strict=True))
-    of_beta = by_name["beta"] if beta is not None else q.new_empty(0)
-    return (
-        *(by_name[name].contiguous() for name in ("q", "k", "v", "log_decay")),
-        of_beta.contiguous(),
-        by_name["state"].clone(),
-    )
+        leaves = Inputs(*(None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs))
+        results = _attend(leaves, layout, scale)
+        present = [tensor for tensor in leaves if tensor is not None]
+        gradients = torch.autograd.grad(results, present, (grad_out, grad_final), materialize_grads=True)
+    *of_tokens, of_state = (gradient.contiguous() for gradient in gradients)
+    if inputs.beta is None:
+        of_tokens.append(inputs.q.new_empty(0))
+    return (*of_tokens, of_state.clone())
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, _, v, _, _, state, *_ = arguments
     wide = torch.promote_types(q.dtype, torch.float32)
     return v.new_empty(v.shape), state.new_empty(state.shape, dtype=wide)
 

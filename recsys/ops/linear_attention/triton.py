@@ -1,7 +1,8 @@
 """The Triton backend of `linear_attention`: chunks of 64 tokens, tensor cores, states in float32.
 
 This module itself needs no Triton: `triton_chunks` has the kernels that work on each chunk alone,
-`triton_scan` those that carry the state from chunk to chunk, and `triton_ops` their launches.
+`triton_scan` those that carry the state from chunk to chunk, `triton_launch` launches them, and `triton_ops`
+makes them differentiable.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.linear_attention import LinearAttentionFacts
-from recsys.ops.linear_attention.reference import zero_state
+from recsys.ops.linear_attention import Inputs, LinearAttentionFacts
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
@@ -31,22 +31,10 @@ def supports(facts: LinearAttentionFacts) -> Support:
     return able
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    layout: SequenceLayout,
-    *,
-    beta: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def run(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tensor, Tensor]:
     """Returns the output [T, H, V] and the final state [B, H, D, V]; the arguments have been validated."""
     ops = triton_support.load(_OPS)
-    if initial_state is None:
-        initial_state = zero_state(q, v, layout)
-    facts = (layout.lengths, layout.offsets, layout.num_targets)
     if torch.compiler.is_compiling():
-        return ops.linear_attention_triton(q, k, v, log_decay, beta, initial_state, *facts, scale)
-    return ops.LinearAttentionFunction.apply(q, k, v, log_decay, beta, initial_state, layout, scale)
+        facts = (layout.lengths, layout.offsets, layout.num_targets)
+        return ops.linear_attention_triton(*inputs, *facts, scale)
+    return ops.LinearAttentionFunction.apply(*inputs, layout, scale)

@@ -10,6 +10,11 @@ exactly one level, so a chunk of C tokens takes log2(C) matrix products; the dia
 Where decays are weak enough, as in most models, both factors stay finite with one anchor for all pairs of a
 chunk, or of a quarter of it (`_large_blocks`). One product then replaces all lower levels.
 
+Any number may stand for g_a, as long as both factors use it. Operands of 16 bits take the nearest integer:
+another anchor then multiplies a factor by a power of two, so that q 2^(g_i - g_a) and k 2^(g_a - g_j) are
+rounded alike in all products, and pairs cancel exactly in the gradients of decays (`_as_rounded`). Operands
+of 32 bits come with g in float64: a small difference of large sums would have the rounding of the sums.
+
 The delta rule needs (I + M)^-1 with M_ij = beta_i k_i k_j 2^(g_i - g_j) for i > j. The same levels compute
 it: the inverses of a block's halves give the inverse of the block, which is as stable as substitution.
 
@@ -21,20 +26,62 @@ import triton.language as tl
 
 from recsys.ops.linear_attention.triton_scan import load_rows, store_rows
 
-MAX_EXPONENT = tl.constexpr(60.0)
-"""All pairs of a block may share an anchor if no factor exceeds 2 to this power."""
+MAX_EXPONENT, MAX_EXPONENT_OF_HALF = tl.constexpr(60.0), tl.constexpr(8.0)
+"""All pairs of a block may share an anchor if no factor exceeds 2 to this power; the second for float16."""
+
+ANY = tl.constexpr("")
+"""No policy for what the caches drop first."""
+
+TO_INTEGER = tl.constexpr(1.5 * 2**23)
+"""A float32 number that is added and subtracted rounds numbers up to 2^22 to integers: faster than `rint`."""
 
 
 @triton.jit
 def _load_sums(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST,
-               PER_HEAD: tl.constexpr):  # fmt: skip
+               PER_HEAD: tl.constexpr, POLICY: tl.constexpr = ANY):  # fmt: skip
     """Loads g of existing rows of the chunk: [C, BLOCK_D], or [C, 1] with one decay per head."""
     if PER_HEAD:
-        g = tl.load(sums + row[:, None] * STRIDE)
+        g = tl.load(sums + row[:, None] * STRIDE, eviction_policy=POLICY)
     else:
         column = FIRST + tl.arange(0, BLOCK_D)[None, :]
-        g = tl.load(sums + (row[:, None] * STRIDE + column), mask=column < D, other=0.0)
+        pointer = sums + (row[:, None] * STRIDE + column)
+        g = tl.load(pointer, mask=column < D, other=0.0, eviction_policy=POLICY)
     return g
+
+
+@triton.jit
+def _load_anchor(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST,
+                 PER_HEAD: tl.constexpr):  # fmt: skip
+    """Loads g of anchors, rounded to integers unless g is float64."""
+    g = _load_sums(sums, row, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+    if g.dtype == tl.float32:
+        g = (g + TO_INTEGER) - TO_INTEGER
+    return g
+
+
+@triton.jit
+def _load_last(sums, count, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST,
+               PER_HEAD: tl.constexpr):  # fmt: skip
+    """Loads g of the chunk's last token: [1, BLOCK_D] or [1, 1]."""
+    row = (count - 1).to(tl.int32) + tl.zeros([1], tl.int32)
+    return _load_sums(sums, row, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+
+
+@triton.jit
+def _near_factors(g):
+    """Returns 2^(g - a) and 2^(a - g) for the integer a next to each g; ones if g is float64."""
+    down = tl.full(g.shape, 1.0, tl.float32)
+    up = down
+    if g.dtype == tl.float32:
+        distance = g - ((g + TO_INTEGER) - TO_INTEGER)
+        down, up = tl.exp2(distance), tl.exp2(-distance)
+    return down, up
+
+
+@triton.jit
+def _as_rounded(x, factor, inverse):
+    """Returns x in float32 with the rounding error of x times the factor, or the factor times any 2^n."""
+    return (x * factor).to(x.dtype).to(tl.float32) * inverse
 
 
 @triton.jit
@@ -42,24 +89,25 @@ def _factor(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: tl.constexpr
             FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
     """Returns the decay between each row and its anchor at a level, in the shape of g."""
     anchor = tl.minimum(((row >> level) | 1) << level, last_row)
-    at_anchor = _load_sums(sums, anchor, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+    at_anchor = _load_anchor(sums, anchor, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
     sign = tl.where((row >> level) & 1 == 1, 1.0, -1.0)[:, None]
-    return tl.exp2((g - at_anchor) * sign)
+    return tl.exp2((g - at_anchor).to(tl.float32) * sign)
 
 
 @triton.jit
-def _large_blocks(g, sums, row, last_row, LEVELS: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
-                  BLOCK_D: tl.constexpr, FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
+def _large_blocks(g, sums, row, last_row, TYPE: tl.constexpr, LEVELS: tl.constexpr, STRIDE: tl.constexpr,
+                  D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
     """Returns the level whose blocks can anchor all decays at their middle token, and g's distance to it.
 
-    The level is LEVELS or LEVELS - 2, or 0 if decays are too strong for either.
+    The level is LEVELS or LEVELS - 2, or 0 if decays are too strong for either. TYPE is that of the products.
     """
+    LIMIT: tl.constexpr = MAX_EXPONENT_OF_HALF if TYPE == tl.float16 else MAX_EXPONENT
     level = tl.full([], LEVELS, tl.int32)
     distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
-    if tl.max(tl.max(tl.abs(distance), 1), 0) > MAX_EXPONENT:
+    if tl.max(tl.max(tl.abs(distance), 1), 0) > LIMIT:
         level -= 2
         distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
-        if tl.max(tl.max(tl.abs(distance), 1), 0) > MAX_EXPONENT:
+        if tl.max(tl.max(tl.abs(distance), 1), 0) > LIMIT:
             level = tl.zeros([], tl.int32)
     return level, distance
 
@@ -68,7 +116,7 @@ def _large_blocks(g, sums, row, last_row, LEVELS: tl.constexpr, STRIDE: tl.const
 def _distance_to_middle(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: tl.constexpr,
                         BLOCK_D: tl.constexpr, FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
     middle = tl.minimum(((row >> level) << level) + ((1 << level) >> 1), last_row)
-    return g - _load_sums(sums, middle, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+    return (g - _load_anchor(sums, middle, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)).to(tl.float32)
 
 
 @triton.jit
@@ -112,7 +160,7 @@ def decay_sums_kernel(
     log_decay, chunks, sums,
     STRIDE: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes sums float32 [T, COLUMNS]: `log_decay` in base 2, summed from each chunk's first token on.
+    """Writes sums [T, COLUMNS] in their type: `log_decay` in base 2, summed from each chunk's first token on.
 
     Targets are not summed.
 
@@ -124,8 +172,8 @@ def decay_sums_kernel(
     row = tl.arange(0, C)[:, None]
     column = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < COLUMNS)
-    value = tl.load(log_decay + (first_row + row) * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
-    value *= 1.4426950408889634
+    value = tl.load(log_decay + (first_row + row) * STRIDE + column, mask=inside, other=0.0)
+    value = value.to(sums.dtype.element_ty) * 1.4426950408889634
     if is_target == 0:
         value = tl.cumsum(value, 0)
     tl.store(sums + (first_row + row) * COLUMNS + column, value, mask=inside)
@@ -166,21 +214,20 @@ def prepare_kernel(
         queries = load_rows(q + first_row * STRIDE_Q + head * HEAD_Q, row, count, STRIDE_Q, D, BLOCK_D, first)
         keys = load_rows(k + first_row * STRIDE_K + head * HEAD_K, row, count, STRIDE_K, D, BLOCK_D, first)
         g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
+        last = _load_last(sums, count, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
         if PER_HEAD:
-            last = tl.load(sums + (count - 1) * H + tl.zeros([1, 1], tl.int32))
             tl.store(chunk_decays + number * H + head + tl.zeros([1, 1], tl.int32), last)
         else:
             d = first + tl.arange(0, BLOCK_D)[None, :]
-            last = tl.load(sums + (count - 1) * (H * D) + d, mask=d < D, other=0.0)
             tl.store(chunk_decays + (number * H + head) * D + d, last, mask=d < D)
-        decayed = queries.to(tl.float32) * tl.exp2(g) * scale
+        decayed = queries.to(tl.float32) * tl.exp2(g.to(tl.float32)) * scale
         store_rows(decayed_q + token_head * D, decayed, row, count, H * D, D, BLOCK_D, first)
         on_diagonal += tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)
         if is_target == 0:
-            remaining = keys.to(tl.float32) * tl.exp2(last - g)
+            remaining = keys.to(tl.float32) * tl.exp2((last - g).to(tl.float32))
             store_rows(remaining_k + token_head * D, remaining, row, count, H * D, D, BLOCK_D, first)
             blocks, distance = _large_blocks(
-                g, sums, row, count - 1, LEVELS, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD
+                g, sums, row, count - 1, keys.dtype, LEVELS, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD
             )
             if blocks > 0:
                 pairs = _pairs_within(C, blocks)
@@ -215,7 +262,8 @@ def prepare_kernel(
                 k + first_row * STRIDE_K + head * HEAD_K, row, count, STRIDE_K, D, BLOCK_D, first
             )
             g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
-            weighted = (weight[:, None] * keys.to(tl.float32) * tl.exp2(g)).to(keys.dtype)
+            decay = tl.exp2(g.to(tl.float32))
+            weighted = (weight[:, None] * keys.to(tl.float32) * decay).to(keys.dtype)
             answer = tl.dot(inverse, weighted, input_precision=PRECISION)
             store_rows(key_answers + token_head * D, answer, row, count, H * D, D, BLOCK_D, first)
         for first in range(0, V, BLOCK_V):
@@ -257,8 +305,8 @@ def out_kernel(
 
 @triton.jit(do_not_specialize=["scale"])
 def gradients_kernel(
-    grad_out, q, k, v, beta, sums, chunk_decays, chunks, scores, remaining_k, inverses, added, added_grads,
-    states, state_grads, grad_q, grad_k, grad_v, grad_decay, grad_beta, scale,
+    grad_out, q, k, v, beta, sums, chunks, scores, remaining_k, inverses, added, added_grads, states,
+    state_grads, grad_q, grad_k, grad_v, grad_decay, grad_beta, scale,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     HEAD_Q: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
@@ -273,7 +321,9 @@ def gradients_kernel(
     DELTA, added and added_grads [T, H, V] are u and its gradient.
 
     A score s_ij 2^(g_i - g_j) adds the score times its gradient to the gradient of g_i and subtracts it from
-    that of g_j. The gradient of g is therefore q dq - k dk, summed over columns if a head has one decay.
+    that of g_j. The gradient of g is therefore q dq - k dk, summed over columns if a head has one decay, with
+    q and k as the products have rounded them: the gradient of a decay sums those of all later g, where pairs
+    of later tokens must cancel.
     """
     number = (tl.program_id(0) // H).to(tl.int64)
     chunk = chunks + number * 4
@@ -351,24 +401,22 @@ def gradients_kernel(
         queries = load_rows(q, row, count, STRIDE_Q, D, BLOCK_D, first)
         keys = load_rows(k, row, count, STRIDE_K, D, BLOCK_D, first)
         g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
-        if PER_HEAD:
-            last = tl.load(chunk_decays + state_index + tl.zeros([1, 1], tl.int32))
-        else:
-            d = first + tl.arange(0, BLOCK_D)[None, :]
-            last = tl.load(chunk_decays + state_index * D + d, mask=d < D, other=0.0)
-        query_grad *= tl.exp2(g) * scale
-        chunk_grad = end_grad[None, :] * tl.exp2(last)
+        last = _load_last(sums, count, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
+        decay = tl.exp2(g.to(tl.float32))
+        query_grad *= decay * scale
+        chunk_grad = end_grad[None, :] * tl.exp2(last.to(tl.float32))
         if is_target == 0:
-            key_grad *= tl.exp2(last - g)
-            chunk_grad += tl.sum(keys.to(tl.float32) * key_grad, 0)[None, :]
+            key_grad *= tl.exp2((last - g).to(tl.float32))
+            down, up = _near_factors(g)
+            chunk_grad += tl.sum(_as_rounded(keys, up, down) * key_grad, 0)[None, :]
         if DELTA:
             # Keys' gradients as rows and as columns stay apart: their signs in the gradient of g differ.
-            row_grad = -tl.dot(turned, answer_grad.to(keys.dtype), input_precision=PRECISION) * tl.exp2(g)
+            row_grad = -tl.dot(turned, answer_grad.to(keys.dtype), input_precision=PRECISION) * decay
             beta_grad += tl.sum(keys.to(tl.float32) * row_grad, 1)
             row_grad *= weight[:, None]
         if is_target == 0:
             blocks, distance = _large_blocks(
-                g, sums, row, count - 1, LEVELS, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD
+                g, sums, row, count - 1, keys.dtype, LEVELS, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD
             )
             if blocks > 0:
                 pairs = _pairs_within(C, blocks)
@@ -399,13 +447,15 @@ def gradients_kernel(
                     chosen = (weight[:, None] * chosen).to(keys.dtype)
                     row_grad += factor * tl.dot(chosen, scaled_k, input_precision=PRECISION)
                     key_grad += factor * tl.dot(tl.trans(chosen), scaled_k, input_precision=PRECISION)
-        wide_q, wide_k = queries.to(tl.float32), keys.to(tl.float32)
-        decay_grad = wide_q * query_grad - wide_k * key_grad
+        # Loads g again, by another policy lest the compiler keeps the first: the products need its registers.
+        g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD, "evict_last")
+        down, up = _near_factors(g)
+        decay_grad = _as_rounded(queries, down, up) * query_grad - _as_rounded(keys, up, down) * key_grad
         if DELTA:
-            decay_grad += wide_k * row_grad
+            decay_grad += _as_rounded(keys, down, up) * row_grad
             key_grad += row_grad
-        query_grad += on_diagonal * wide_k
-        key_grad += on_diagonal * wide_q
+        query_grad += on_diagonal * keys.to(tl.float32)
+        key_grad += on_diagonal * queries.to(tl.float32)
         store_rows(grad_q + token_head * D, query_grad, row, count, H * D, D, BLOCK_D, first)
         store_rows(grad_k + token_head * D, key_grad, row, count, H * D, D, BLOCK_D, first)
         if is_target == 0:

@@ -1,520 +1,93 @@
-"""Launches of `linear_attention`: an autograd function in eager mode, library ops in graphs."""
+"""Makes the launches of `linear_attention` differentiable: in eager mode and as library ops in graphs."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.linear_attention.chunks import ChunkTable, chunk_table, chunk_table_of
-from recsys.ops.linear_attention.triton_chunks import (
-    decay_sums_kernel,
-    gradients_kernel,
-    out_kernel,
-    prepare_kernel,
+from recsys.ops.linear_attention import Inputs
+from recsys.ops.linear_attention import triton_launch as launches
+from recsys.ops.linear_attention.chunks import chunk_table, chunk_table_of
+from recsys.ops.linear_attention.triton_launch import (
+    Problem,
+    chunks_per_segment,
+    decay_sums,
+    launch_backward,
+    launch_forward,
+    problem_of,
 )
-from recsys.ops.linear_attention.triton_scan import combine_kernel, state_gradients_kernel, states_kernel
-from recsys.ops.runtime.launch import Wrap, launch
-from recsys.ops.runtime.registration import differentiable, traceable_op
-from recsys.ops.runtime.triton_support import num_processors
-
-CHUNK = 64
-"""Tokens per chunk, a power of two and at least 16."""
-
-PROGRAMS_PER_PROCESSOR = 2
-"""Samples are cut into segments until this many programs carry states at the same time. With the delta rule a
-segment multiplies the state by a full matrix, so there each sample is one segment."""
-
-SHORTEST_SEGMENT = 8
-"""Fewest chunks per segment, because each segment is processed twice."""
+from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
 
 TRACED_SEGMENT = 32
 """Chunks per segment in a traced graph, which must serve batches of all sizes."""
 
 
-FEWEST_COLUMNS = 16
-"""Fewest state columns per program, which is the fewest that a matrix product takes."""
-
-SCAN_LAUNCH = {"num_warps": 4, "num_stages": 3}
-WIDE_SCAN_LAUNCH = {"num_warps": 4, "num_stages": 1}
-OUT_LAUNCH = {"num_warps": 4, "num_stages": 2}
-PREPARE_LAUNCH = {"num_warps": 4, "num_stages": 1}
-GRADIENTS_LAUNCH = {"num_warps": 8, "num_stages": 1}
-"""How kernels are launched; the wide one in float32, of which shared memory does not hold three stages."""
-
-COLUMNS = 64
-"""Columns of keys and values that a program holds in registers at a time, if it processes them in blocks."""
-
-
-class Problem(NamedTuple):
-    """The tensors of a call, as the kernels read them, and the table of its chunks."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sums: Tensor  # float32 [T, H, D] or [T, H], logarithms of decays from the chunk's first token on
-    beta: Tensor | None
-    initial_state: Tensor
-    table: ChunkTable
-    scale: float
-    wrap: Wrap | None
-    segmented: bool  # True if a sample may have more than one segment
-
-    @property
-    def per_head(self) -> bool:
-        """True if a head has one decay for all its channels."""
-        return self.sums.dim() == 2
-
-    def scan_constants(self, **others: Any) -> dict[str, Any]:
-        """Compile-time constants of the kernels that carry the state."""
-        return self._sizes(_block(self.q.shape[2])) | {
-            "BLOCK_V": self.scan_columns(),
-            "PER_HEAD": self.per_head,
-            "DELTA": self.beta is not None,
-            **others,
-        }
-
-    def scan_launch(self) -> dict[str, int]:
-        """Warps and stages of the kernels that carry the state."""
-        return WIDE_SCAN_LAUNCH if self.q.dtype == torch.float32 else SCAN_LAUNCH
-
-    def scan_columns(self) -> int:
-        """Columns of the state that a program carries: fewer with the delta rule, if that occupies the GPU.
-
-        With the delta rule, samples are not cut into segments, so a few long samples give few programs.
-        """
-        columns = _block_v(self.v.shape[2])
-        if self.beta is None or self.wrap is not None:
-            return columns
-        programs = self.table.segments.shape[0] * self.v.shape[1] * -(-self.v.shape[2] // columns)
-        while columns > FEWEST_COLUMNS and 2 * programs <= num_processors(self.q.device):
-            columns, programs = columns // 2, 2 * programs
-        return columns
-
-    def scan_programs(self) -> int:
-        """Programs of the kernels that carry the state."""
-        blocks = -(-self.v.shape[2] // self.scan_columns())
-        return self.table.segments.shape[0] * self.v.shape[1] * blocks
-
-    def out_constants(self) -> dict[str, Any]:
-        """Compile-time constants of `out_kernel`."""
-        return self._sizes(_block(self.q.shape[2])) | OUT_LAUNCH
-
-    def chunk_constants(self, **others: Any) -> dict[str, Any]:
-        """Compile-time constants of the kernels that process key columns in blocks."""
-        strides = {
-            f"{kind}_{name}": int(tensor.stride(axis))
-            for kind, axis in (("STRIDE", 0), ("HEAD", 1))
-            for name, tensor in (("Q", self.q), ("K", self.k), ("V", self.v))
-        }
-        return (
-            self._sizes(min(COLUMNS, _block(self.q.shape[2])))
-            | strides
-            | {
-                "LEVELS": CHUNK.bit_length() - 1,
-                "PER_HEAD": self.per_head,
-                "DELTA": self.beta is not None,
-                **others,
-            }
-        )
-
-    def _sizes(self, block_d: int) -> dict[str, Any]:
-        return {
-            "H": int(self.q.shape[1]),
-            "D": int(self.q.shape[2]),
-            "V": int(self.v.shape[2]),
-            "C": CHUNK,
-            "BLOCK_D": block_d,
-            "BLOCK_V": _block_v(self.v.shape[2]),
-            "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
-        }
-
-
-class Prepared(NamedTuple):
-    """Quantities that each chunk computes alone; the last three have no meaning without the delta rule."""
-
-    chunk_decays: Tensor  # float32 [chunks, H, D] or [chunks, H], the sums at each chunk's last token
-    scores: Tensor  # [T, H, C]
-    decayed_q: Tensor  # [T, H, D]
-    remaining_k: Tensor  # [T, H, D]
-    inverses: Tensor  # float32 [T, H, C]
-    key_answers: Tensor  # [T, H, D]
-    values: Tensor  # [T, H, V], without the delta rule v itself
-
-
-class Results(NamedTuple):
-    """Results of the forward pass, and what the backward pass needs from it."""
-
-    out: Tensor  # [T, H, V]
-    final: Tensor  # float32 [B, H, D, V]
-    starts: Tensor  # float32 [segments, H, D, V], the states that segments start from
-
-
-class Gradients(NamedTuple):
-    """Gradients of the arguments; that of beta is empty without the delta rule."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor
-    beta: Tensor
-    initial_state: Tensor
-
-
 class LinearAttentionFunction(torch.autograd.Function):
-    """`apply(q, k, v, log_decay, beta, initial_state, layout, scale)`."""
+    """Autograd function, called as `apply(*inputs, layout, scale)`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        initial_state: Tensor,
-        layout: SequenceLayout,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *inputs, layout, scale = arguments
+        q, k, v, log_decay, beta, initial_state = inputs
         per_segment = 0 if beta is not None else chunks_per_segment(q, v, layout.total_len, layout.max_len)
-        table = chunk_table_of(layout, CHUNK, per_segment)
+        table = chunk_table_of(layout, launches.CHUNK, per_segment)
         ctx.facts = (table, scale, None, per_segment > 0)
         ctx.decay_dtype = log_decay.dtype
-        sums = decay_sums(log_decay, table, None)
-        out, final, starts = launch_forward(_problem(q, k, v, sums, beta, initial_state, *ctx.facts))
         # Keeps the sums instead of the decays: they are as large, and backward need not compute them again.
-        ctx.save_for_backward(q, k, v, sums, beta, initial_state, starts)
+        kept = (q, k, v, decay_sums(log_decay, table, q.dtype, None), beta, initial_state)
+        out, final, starts = launch_forward(problem_of(kept, *ctx.facts))
+        ctx.save_for_backward(*kept, starts)
         return out, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        *arguments, starts = ctx.saved_tensors
-        problem = _problem(*arguments, *ctx.facts)
+        *kept, starts = ctx.saved_tensors
+        problem = problem_of(kept, *ctx.facts)
         gradients = launch_backward(problem, ctx.decay_dtype, starts, grad_out, grad_final)
         if problem.beta is None:
             return (*gradients[:4], None, gradients.initial_state, None, None)
         return (*gradients, None, None)
 
 
-def chunks_per_segment(q: Tensor, v: Tensor, total_len: int, max_len: int) -> int:
-    """Returns the history chunks per segment, a power of two; 0 if each sample is one segment."""
-    programs = PROGRAMS_PER_PROCESSOR * num_processors(q.device)
-    work = total_len // CHUNK * q.shape[1] * (-(-v.shape[2] // _block_v(v.shape[2])))
-    size = max(SHORTEST_SEGMENT, 1 << max(0, (work // programs).bit_length() - 1))
-    return 0 if max_len <= size * CHUNK else size
-
-
-def launch_forward(problem: Problem) -> Results:
-    """Launches the kernels of the forward pass."""
-    v, table = problem.v, problem.table
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final = torch.empty_like(problem.initial_state, dtype=torch.float32)
-    if problem.initial_state.numel() == 0:
-        return Results(out, final, final)
-    prepared = _prepare(problem)
-    starts = _starts(problem, prepared)
-    states, added = _states(problem, prepared, starts, final)
-    launch(
-        out_kernel,
-        table.chunks.shape[0] * v.shape[1] * _blocks_v(v),
-        (prepared.decayed_q, prepared.scores, added, states, table.chunks, out),
-        (),
-        problem.out_constants() | {"STRIDE_V": int(added.stride(0)), "HEAD_V": int(added.stride(1))},
-        problem.wrap,
-    )
-    return Results(out, final, starts)
-
-
-def launch_backward(
-    problem: Problem,
-    decay_dtype: torch.dtype,
-    starts: Tensor | None,
-    grad_out: Tensor,
-    grad_final: Tensor,
-) -> Gradients:
-    """Launches the kernels of the backward pass, which recompute the chunks and states of the forward pass.
-
-    Args:
-        decay_dtype: type of the gradient of `log_decay`.
-        starts: see `Results`; None to compute them again.
-    """
-    q, k, v, beta, table = problem.q, problem.k, problem.v, problem.beta, problem.table
-    contiguous = {"memory_format": torch.contiguous_format}
-    gradients = Gradients(
-        *(torch.empty_like(tensor, **contiguous) for tensor in (q, k, v)),
-        torch.empty_like(problem.sums, dtype=decay_dtype),
-        torch.empty_like(beta) if beta is not None else q.new_empty(0),
-        torch.empty_like(problem.initial_state, **contiguous),
-    )
-    if problem.initial_state.numel() > 0:
-        prepared = _prepare(problem)
-        starts = _starts(problem, prepared) if starts is None else starts
-        final = torch.empty_like(problem.initial_state, dtype=torch.float32)
-        states, added = _states(problem, prepared, starts, final)
-        grad_out, grad_final = grad_out.contiguous(), grad_final.contiguous()
-        ends = _end_gradients(problem, prepared, grad_out, grad_final)
-        state_grads = torch.empty_like(states)
-        added_grads = added if beta is None else torch.empty_like(added)
-        written = (state_grads, added_grads, gradients.initial_state)
-        _scan_back(problem, prepared, grad_out, ends, (*written, ends, ends), local=False)
-        launch(
-            gradients_kernel,
-            table.chunks.shape[0] * q.shape[1],
-            (
-                *(grad_out, q, k, v, _or(beta, q), problem.sums, prepared.chunk_decays, table.chunks),
-                *(prepared.scores, prepared.remaining_k, prepared.inverses, added, added_grads),
-                *(states, state_grads, *gradients[:5]),
-            ),
-            (problem.scale,),
-            problem.chunk_constants(**GRADIENTS_LAUNCH),
-            problem.wrap,
-        )
-    return gradients
-
-
-def decay_sums(log_decay: Tensor, table: ChunkTable, wrap: Wrap | None) -> Tensor:
-    """Sums `log_decay` in base 2 from each chunk's first token on; float32, shape of `log_decay`."""
-    log_decay = log_decay.contiguous()
-    sums = torch.empty_like(log_decay, dtype=torch.float32)
-    columns = log_decay.shape[1:].numel()
-    if sums.numel() == 0:
-        return sums
-    block = min(64, _block(columns))
-    launch(
-        decay_sums_kernel,
-        table.chunks.shape[0] * (-(-columns // block)),
-        (log_decay, table.chunks, sums),
-        (),
-        {"STRIDE": columns, "COLUMNS": columns, "C": CHUNK, "BLOCK": block, "num_warps": 4},
-        wrap,
-    )
-    return sums
-
-
-def _prepare(problem: Problem) -> Prepared:
-    """Launches the kernels that work on each chunk alone, before there are states."""
-    q, v, beta, table = problem.q, problem.v, problem.beta, problem.table
-    num_rows, heads, dim = q.shape
-    num_chunks = table.chunks.shape[0]
-
-    constants = problem.chunk_constants(**PREPARE_LAUNCH)
-
-    def wide(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-    prepared = Prepared(
-        chunk_decays=wide(num_chunks, *problem.sums.shape[1:]),
-        scores=q.new_empty(num_rows, heads, CHUNK),
-        decayed_q=q.new_empty(q.shape),
-        remaining_k=q.new_empty(q.shape),
-        inverses=problem.sums if beta is None else wide(num_rows, heads, CHUNK),
-        key_answers=q if beta is None else q.new_empty(q.shape),
-        values=v if beta is None else v.new_empty(v.shape),
-    )
-    launch(
-        prepare_kernel,
-        num_chunks * heads,
-        (
-            *(q, problem.k, v, _or(beta, q), problem.sums, table.chunks),
-            *(prepared.scores, prepared.decayed_q, prepared.remaining_k, prepared.chunk_decays),
-            *(prepared.inverses, prepared.key_answers, prepared.values),
-        ),
-        (problem.scale,),
-        constants,
-        problem.wrap,
-    )
-    return prepared
-
-
-def _starts(problem: Problem, prepared: Prepared) -> Tensor:
-    """Returns the state [segments, H, D, V] that each segment starts from."""
-    if not problem.segmented:
-        return problem.initial_state
-    ends, decays = _per_segment(problem)
-    _scan(problem, prepared, ends, (ends, ends, ends, ends, decays), local=True)
-    return _combined(problem, problem.initial_state, ends, decays, reverse=False)
-
-
-def _states(problem: Problem, prepared: Prepared, starts: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the state [chunks, H, D, V] that each chunk reads, and what each token adds, [T, H, V]."""
-    (heads, dim), v_dim = problem.q.shape[1:], problem.v.shape[2]
-    states = problem.q.new_empty(problem.table.chunks.shape[0], heads, dim, v_dim)
-    added = problem.v if problem.beta is None else torch.empty_like(prepared.values)
-    _scan(problem, prepared, starts, (states, final, added, final, final), local=False)
-    return states, added
-
-
-def _end_gradients(problem: Problem, prepared: Prepared, grad_out: Tensor, grad_final: Tensor) -> Tensor:
-    """Returns the gradient [segments, H, D, V] of the state after each segment's history."""
-    if not problem.segmented:
-        return grad_final
-    local, decays = _per_segment(problem)
-    _scan_back(problem, prepared, grad_out, local, (local, local, local, local, decays), local=True)
-    return _combined(problem, grad_final, local, decays, reverse=True)
-
-
-def _per_segment(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Allocates states [segments, H, D, V] and decays [segments, H, D], float32, uninitialized."""
-    state = problem.initial_state
-    segments, shape = problem.table.segments.shape[0], state.shape[1:]
-    states = torch.empty(segments, *shape, dtype=torch.float32, device=state.device)
-    return states, torch.empty(segments, *shape[:2], dtype=torch.float32, device=state.device)
-
-
-def _combined(problem: Problem, first: Tensor, local: Tensor, decays: Tensor, *, reverse: bool) -> Tensor:
-    combined = torch.empty_like(local)
-    batch, *shape = first.shape
-    size, block = shape[0] * shape[1] * shape[2], 1024
-    launch(
-        combine_kernel,
-        batch * (-(-size // block)),
-        (first, local, decays, problem.table.segment_offsets, combined),
-        (),
-        {"STATE": size, "V": shape[2], "BLOCK": block, "REVERSE": reverse, "num_warps": 4},
-        problem.wrap,
-    )
-    return combined
-
-
-def _scan(
-    problem: Problem, prepared: Prepared, starts: Tensor, written: tuple[Tensor, ...], *, local: bool
-) -> None:
-    """Launches `states_kernel`."""
-    values, table = prepared.values, problem.table
-    strides = {"STRIDE_V": int(values.stride(0)), "HEAD_V": int(values.stride(1))}
-    launch(
-        states_kernel,
-        problem.scan_programs(),
-        (
-            *(prepared.remaining_k, values, prepared.key_answers, prepared.chunk_decays, starts, *table),
-            *written,
-        ),
-        (),
-        problem.scan_constants(LOCAL=local, **strides, **problem.scan_launch()),
-        problem.wrap,
-    )
-
-
-def _scan_back(
-    problem: Problem,
-    prepared: Prepared,
-    grad_out: Tensor,
-    ends: Tensor,
-    written: tuple[Tensor, ...],
-    *,
-    local: bool,
-) -> None:
-    """Launches `state_gradients_kernel`."""
-    table = problem.table
-    launch(
-        state_gradients_kernel,
-        problem.scan_programs(),
-        (
-            *(grad_out, prepared.decayed_q, prepared.remaining_k, prepared.scores, prepared.key_answers),
-            *(prepared.chunk_decays, ends, *table, *written),
-        ),
-        (),
-        problem.scan_constants(LOCAL=local, **problem.scan_launch()),
-        problem.wrap,
-    )
-
-
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sums: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor,
-    table: ChunkTable,
-    scale: float,
-    wrap: Wrap | None,
-    segmented: bool,
-) -> Problem:
-    q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
-    beta = None if beta is None else beta.contiguous()
-    return Problem(q, k, v, sums, beta, initial_state.contiguous(), table, scale, wrap, segmented)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Returns a tensor to pass where a kernel reads none."""
-    return other if tensor is None else tensor
-
-
-def _block(width: int) -> int:
-    """Returns the smallest power of two, at least 16, that covers `width` columns."""
-    return max(16, 1 << (int(width) - 1).bit_length())
-
-
-def _block_v(v_dim: int) -> int:
-    """Returns the number of value columns per program."""
-    return min(COLUMNS, _block(v_dim))
-
-
-def _blocks_v(values: Tensor) -> int:
-    return -(-values.shape[2] // _block_v(values.shape[2]))
-
-
-def _traced(arguments: tuple[Any, ...], facts: tuple[Tensor, Tensor, Tensor], scale: float) -> Problem:
-    """Describes the call of a traced graph; `facts` are lengths, offsets and numbers of targets."""
-    q, k, v, log_decay, beta, initial_state = arguments
+def _traced(inputs: Inputs, lengths: Tensor, offsets: Tensor, num_targets: Tensor, scale: float) -> Problem:
+    """Describes the call of a traced graph."""
+    q, k, v, log_decay, beta, initial_state = inputs
     per_segment = TRACED_SEGMENT if beta is None else 0
-    table = chunk_table(*facts, q.shape[0], CHUNK, per_segment)
-    sums = decay_sums(log_decay, table, wrap_triton)
-    return _problem(q, k, v, sums, beta, initial_state, table, scale, wrap_triton, per_segment > 0)
+    table = chunk_table(lengths, offsets, num_targets, q.shape[0], launches.CHUNK, per_segment)
+    sums = decay_sums(log_decay, table, q.dtype, wrap_triton)
+    return problem_of((q, k, v, sums, beta, initial_state), table, scale, wrap_triton, per_segment > 0)
+
+
+FACTS = dict.fromkeys(("lengths", "offsets", "num_targets"), Tensor) | {"scale": float}
+"""Parameters of the library ops after the inputs."""
 
 
 @traceable_op("linear_attention_triton")
-def linear_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+@flat_signature(Inputs, FACTS, returns=tuple[Tensor, Tensor])
+def linear_attention_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Computes `linear_attention` in traced graphs."""
-    problem = _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
-    return launch_forward(problem)[:2]
+    return launch_forward(_traced(Inputs(*arguments[:6]), *arguments[6:]))[:2]
 
 
 @traceable_op("linear_attention_triton_backward")
+@flat_signature({"grad_out": Tensor, "grad_final": Tensor}, Inputs, FACTS, returns=tuple[(Tensor,) * 6])
 def linear_attention_triton_backward(
-    grad_out: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the arguments; that of beta is empty without the delta rule."""
-    problem = _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
-    return tuple(launch_backward(problem, log_decay.dtype, None, grad_out, grad_final))
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.scale = inputs[9]
+    grad_out: Tensor, grad_final: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of the inputs; that of beta is empty without the delta rule."""
+    inputs = Inputs(*arguments[:6])
+    problem = _traced(inputs, *arguments[6:])
+    return tuple(launch_backward(problem, inputs.log_decay.dtype, None, grad_out, grad_final))
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = linear_attention_triton_backward(grad_out, grad_final, *ctx.saved_tensors, ctx.scale)
+    gradients = linear_attention_triton_backward(grad_out, grad_final, *ctx.saved_tensors, *ctx.rest)
     of_beta = None if ctx.saved_tensors[4] is None else gradients[4]
     return (*gradients[:4], of_beta, gradients[5], None, None, None, None)
 
 
-differentiable(linear_attention_triton, _backward, _setup)
+differentiable(linear_attention_triton, _backward, saving(9))

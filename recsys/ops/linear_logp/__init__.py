@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import check_number
-from recsys.ops.linear_logp.recompute import SHORTEST, Softmax, WeightShard, is_row
+from recsys.ops.linear_logp.recompute import SHORTEST, Operands, Softmax, WeightShard, is_row
 from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
@@ -102,11 +102,10 @@ def linear_logp(
         l2_normalize=l2_normalize,
     )
     target, ignore_index = checked(target, weight.shape[0], ignore_index)
-    options = (OP.select(facts, backend).BACKEND, WeightShard(ignore_index))
-    scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
-    return LinearLogp(
-        *Softmax.apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, *options, norms)
+    operands = Operands(
+        hidden, weight, bias, inverse_of(temperature, hidden), target, candidate_ids, target_ids
     )
+    return run(operands, facts, backend, WeightShard(ignore_index))
 
 
 def linear_lse(
@@ -135,9 +134,18 @@ def linear_lse(
         target_ids=target_ids,
         l2_normalize=l2_normalize,
     )
-    options = (OP.select(facts, backend).BACKEND, WeightShard(None))
-    scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
-    return Softmax.apply(hidden, weight, bias, scale, None, candidate_ids, target_ids, *options, norms)[1]
+    operands = Operands(
+        hidden, weight, bias, inverse_of(temperature, hidden), None, candidate_ids, target_ids
+    )
+    return run(operands, facts, backend, WeightShard(None)).lse
+
+
+def run(operands: Operands, facts: LogpFacts, backend: str, shard: WeightShard) -> LinearLogp:
+    """Runs the backend that the facts allow; the operands have been validated."""
+    if facts.normalized:
+        hidden_norms, weight_norms = norms_of(operands.hidden, operands.weight)
+        operands = operands._replace(hidden_norms=hidden_norms, weight_norms=weight_norms)
+    return LinearLogp(*Softmax.apply(*operands, OP.select(facts, backend).backend(), shard))
 
 
 def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, int]:

@@ -7,19 +7,10 @@ This module itself needs no Triton. The kernels are in `hopper_kernels` and `hop
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from recsys import environment
-from recsys.ops.linear_logp import LogpFacts, triton
-from recsys.ops.linear_logp.recompute import (
-    Backend,
-    Gradients,
-    Operands,
-    OutputGrads,
-    RequestedGrads,
-    RowOutputs,
-    RowSums,
-)
+from recsys.ops.linear_logp import LogpFacts
+from recsys.ops.linear_logp.recompute import Backend
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
@@ -71,32 +62,6 @@ def _missing_from_the_call(facts: LogpFacts) -> str:
     return ""
 
 
-def forward(operands: Operands) -> RowSums:
-    """Computes the maximum, the sum and the target's score of each row."""
-    return triton_support.load(_OPS).forward(operands)
-
-
-def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
-    """Computes the products with the gradient of the scores; one program owns each tile of an output."""
-    return triton_support.load(_OPS).backward(operands, output_grads, requested)
-
-
-def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
-    """Computes the whole forward pass in few launches."""
-    return triton_support.load(_OPS).fused_forward(operands, ignore_index)
-
-
-def fused_backward(
-    operands: Operands,
-    outputs: RowOutputs,
-    grad_logp: Tensor | None,
-    grad_lse: Tensor | None,
-    requested: RequestedGrads,
-) -> Gradients:
-    """Computes the whole backward pass in few launches."""
-    return triton_support.load(_OPS).fused_backward(operands, outputs, grad_logp, grad_lse, requested)
-
-
-BACKEND = Backend(
-    forward, backward, triton.forward_op, triton.backward_op, fused_forward, fused_backward
-)  # traced graphs hold the Triton kernels
+def backend() -> Backend:
+    """Returns the loops over scores; traced graphs hold the Triton kernels."""
+    return triton_support.load(_OPS).BACKEND

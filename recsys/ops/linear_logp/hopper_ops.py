@@ -14,6 +14,7 @@ from recsys.ops.linear_logp import launch, row_launch, triton_ops
 from recsys.ops.linear_logp.hopper_kernels import STRIP, forward_kernel, gradient_kernel
 from recsys.ops.linear_logp.hopper_wide import CHUNK, row_sums_kernel, score_grads_kernel
 from recsys.ops.linear_logp.recompute import (
+    Backend,
     Gradients,
     Operands,
     OutputGrads,
@@ -345,3 +346,8 @@ def width_of(operands: Operands) -> int:
     if columns >= WIDE_FROM:
         return -(-columns // CHUNK.value) * CHUNK.value
     return max(64, launch.padded_width(columns))
+
+
+BACKEND = Backend(
+    forward, backward, triton_ops.forward_op, triton_ops.backward_op, fused_forward, fused_backward
+)

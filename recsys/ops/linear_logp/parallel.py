@@ -10,15 +10,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys.ops.linear_logp import (
-    OP,
-    LinearLogp,
-    checked,
-    inverse_of,
-    logp_facts,
-    norms_of,
-)
-from recsys.ops.linear_logp.recompute import Softmax, WeightShard
+from recsys.ops.linear_logp import LinearLogp, checked, inverse_of, logp_facts, run
+from recsys.ops.linear_logp.recompute import Operands, WeightShard
 
 
 def linear_logp_sharded(
@@ -73,8 +66,7 @@ def linear_logp_sharded(
             f"num_rows = {num_rows} of all ranks"
         )
     target, ignore_index = checked(target, num_rows, ignore_index)
-    options = (OP.select(facts, backend).BACKEND, WeightShard(ignore_index, num_rows, first_row, group))
-    scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
-    return LinearLogp(
-        *Softmax.apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, *options, norms)
+    operands = Operands(
+        hidden, weight, bias, inverse_of(temperature, hidden), target, candidate_ids, target_ids
     )
+    return run(operands, facts, backend, WeightShard(ignore_index, num_rows, first_row, group))

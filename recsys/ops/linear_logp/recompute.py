@@ -15,7 +15,7 @@ With norms, hidden and weight stand for their rows times the inverse norms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +142,13 @@ class Backend(NamedTuple):
         return bool(operands.hidden.shape[0] and operands.weight.shape[0])
 
 
+def rebuilt(arguments: Sequence[Any]) -> tuple[Operands, OutputGrads, RequestedGrads]:
+    """Returns what `Backend.backward` takes from the flat arguments of a `backward_op`."""
+    *tensors, requested = arguments
+    count = len(Operands._fields)
+    return Operands(*tensors[:count]), OutputGrads(*tensors[count:]), RequestedGrads(*requested)
+
+
 def fake_gradients(hidden: Tensor, weight: Tensor, scale: Tensor, requested: list[bool]) -> list[Tensor]:
     """Returns empty tensors in the shapes that a `backward_op` returns, for tracing."""
     grads = (
@@ -154,33 +161,19 @@ def fake_gradients(hidden: Tensor, weight: Tensor, scale: Tensor, requested: lis
 
 
 class Softmax(torch.autograd.Function):
-    """Autograd function, called as `apply(hidden, weight, bias, scale, target, candidate_ids, target_ids,
-    backend, shard, norms)`.
+    """Autograd function, called as `apply(*operands, backend, shard)`.
 
-    target: [N] int64, rows of the whole weight; rows with any other value do not count. None: there are no
-        targets, and all rows count.
-    norms: inverse norms of the rows of hidden and weight. They are not inputs of the differentiation: the
-        gradients of hidden and weight include the path through their norms.
+    The targets of the operands are rows of the whole weight, of which this rank may hold a shard; rows with
+    any other value do not count. Without targets all rows count. The norms are not inputs of the
+    differentiation: the gradients of hidden and weight include the path through their norms.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor,
-        target: Tensor | None,
-        candidate_ids: Tensor | None,
-        target_ids: Tensor | None,
-        backend: Backend,
-        shard: WeightShard,
-        norms: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        own_target = target if target is None or not shard.first_row else target - shard.first_row
-        operands = Operands(
-            hidden, weight, bias, scale, own_target, candidate_ids, target_ids, *(norms or (None, None))
-        )
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        operands, (backend, shard) = Operands(*arguments[:-2]), arguments[-2:]
+        target = operands.target
+        if target is not None and shard.first_row:
+            operands = operands._replace(target=target - shard.first_row)
         if backend.can_fuse(operands, shard):
             outputs = backend.fused_forward(operands, shard.ignore_index)
         else:
@@ -210,7 +203,7 @@ class Softmax(torch.autograd.Function):
             grads.weight,
             None if grads.bias is None else grads.bias.to(operands.bias.dtype),
             grads.scale,
-            *(None for _ in range(6)),
+            *(None for _ in range(7)),
         )
 
 

@@ -6,6 +6,7 @@ It holds all scores of a block at once, in float32 or wider; backward computes t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from recsys.ops.linear_logp.recompute import (
     fake_gradients,
     is_row,
     projected,
+    rebuilt,
 )
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
-from recsys.ops.runtime.registration import opaque_op
+from recsys.ops.runtime.registration import flat_signature, opaque_op
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Scores held at once, by device: 2 MiB of float32 stay in a CPU's cache; a GPU needs large blocks."""
@@ -86,57 +88,36 @@ def backward(operands: Operands, output_grads: OutputGrads, requested: Requested
     )
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    target: Tensor | None,
-    candidate_ids: Tensor | None,
-    target_ids: Tensor | None,
-    hidden_norms: Tensor | None,
-    weight_norms: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@flat_signature(Operands, returns=tuple[Tensor, Tensor, Tensor])
+def _forward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Runs `forward` as one node of a traced graph, for any number of blocks."""
-    operands = Operands(
-        hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
-    )
-    return forward(operands)
+    return forward(Operands(*operands))
 
 
-def _fake(hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms):
+def _fake(*operands: Any) -> tuple[Tensor, ...]:
+    hidden, scale = operands[0], operands[3]
     return tuple(scale.new_empty(hidden.shape[0]) for _ in range(3))
 
 
-def _backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    target: Tensor | None,
-    candidate_ids: Tensor | None,
-    target_ids: Tensor | None,
-    hidden_norms: Tensor | None,
-    weight_norms: Tensor | None,
-    maximum: Tensor,
-    factor: Tensor,
-    of_target: Tensor,
-    requested: list[bool],
-) -> list[Tensor]:
+@flat_signature(Operands, OutputGrads, {"requested": list[bool]}, returns=list[Tensor])
+def _backward(*arguments: Any) -> list[Tensor]:
     """Runs `backward` as one node of a traced graph; returns the `requested` gradients in order."""
-    operands = Operands(
-        hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
-    )
-    grads = backward(operands, OutputGrads(maximum, factor, of_target), RequestedGrads(*requested))
-    return [gradient for gradient in grads if gradient is not None]
+    return [gradient for gradient in backward(*rebuilt(arguments)) if gradient is not None]
 
 
-def _fake_backward(hidden, weight, bias, scale, *rest):
-    return fake_gradients(hidden, weight, scale, rest[-1])
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    hidden, weight, _, scale = arguments[:4]
+    return fake_gradients(hidden, weight, scale, arguments[-1])
 
 
 forward_op = opaque_op("linear_logp_forward", _forward, _fake)
 backward_op = opaque_op("linear_logp_backward", _backward, _fake_backward)
+
+
+def backend() -> Backend:
+    """Returns the loops over scores."""
+    return BACKEND
+
 
 BACKEND = Backend(forward, backward, forward_op, backward_op)
 

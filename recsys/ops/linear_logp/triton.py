@@ -6,18 +6,8 @@ The modules of kernels are imported when one of them runs, so that this module w
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from recsys.ops.linear_logp import LogpFacts
-from recsys.ops.linear_logp.recompute import (
-    Backend,
-    Gradients,
-    Operands,
-    OutputGrads,
-    RequestedGrads,
-    RowOutputs,
-    RowSums,
-)
+from recsys.ops.linear_logp.recompute import Backend
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
@@ -47,40 +37,6 @@ def supports(facts: LogpFacts) -> Support:
     return able._replace(ok=False, reason=reason)
 
 
-def forward(operands: Operands) -> RowSums:
-    """Computes the maximum, the sum and the target's score of each row."""
-    return triton_support.load(_OPS).launch_forward(operands)
-
-
-def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
-    """Computes the products with the gradient of the scores; one program owns each tile of an output."""
-    return triton_support.load(_OPS).launch_backward(operands, output_grads, requested)
-
-
-def forward_op(*arguments):
-    """Runs `forward` in a traced graph."""
-    return triton_support.load(_OPS).forward_op(*arguments)
-
-
-def backward_op(*arguments):
-    """Runs `backward` in a traced graph."""
-    return triton_support.load(_OPS).backward_op(*arguments)
-
-
-def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
-    """Computes the whole forward pass in two launches."""
-    return triton_support.load(_OPS).fused_forward(operands, ignore_index)
-
-
-def fused_backward(
-    operands: Operands,
-    outputs: RowOutputs,
-    grad_logp: Tensor | None,
-    grad_lse: Tensor | None,
-    requested: RequestedGrads,
-) -> Gradients:
-    """Computes the whole backward pass: one launch for all rows, then one for each gradient."""
-    return triton_support.load(_OPS).fused_backward(operands, outputs, grad_logp, grad_lse, requested)
-
-
-BACKEND = Backend(forward, backward, forward_op, backward_op, fused_forward, fused_backward)
+def backend() -> Backend:
+    """Returns the loops over scores."""
+    return triton_support.load(_OPS).BACKEND

@@ -22,12 +22,14 @@ from recsys.ops.linear_logp.launch import (
     tiles_of,
 )
 from recsys.ops.linear_logp.recompute import (
+    Backend,
     Gradients,
     Operands,
     OutputGrads,
     RequestedGrads,
     RowOutputs,
     RowSums,
+    rebuilt,
 )
 from recsys.ops.linear_logp.row_launch import (
     Marks,
@@ -39,7 +41,7 @@ from recsys.ops.linear_logp.row_launch import (
     sides_of,
 )
 from recsys.ops.linear_logp.triton_kernels import backward_kernel, forward_kernel
-from recsys.ops.runtime.registration import traceable_op
+from recsys.ops.runtime.registration import flat_signature, traceable_op
 
 
 class Blocks(NamedTuple):
@@ -277,44 +279,18 @@ def constants_of(operands: Operands, blocks: Blocks) -> dict[str, Any]:
 
 
 @traceable_op("linear_logp_triton")
-def forward_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    target: Tensor | None,
-    candidate_ids: Tensor | None,
-    target_ids: Tensor | None,
-    hidden_norms: Tensor | None,
-    weight_norms: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@flat_signature(Operands, returns=tuple[Tensor, Tensor, Tensor])
+def forward_op(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Runs `launch_forward` in traced graphs."""
-    operands = Operands(
-        hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
-    )
-    return tuple(launch_forward(operands, launch_traced))
+    return tuple(launch_forward(Operands(*operands), launch_traced))
 
 
 @traceable_op("linear_logp_triton_backward")
-def backward_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    target: Tensor | None,
-    candidate_ids: Tensor | None,
-    target_ids: Tensor | None,
-    hidden_norms: Tensor | None,
-    weight_norms: Tensor | None,
-    maximum: Tensor,
-    factor: Tensor,
-    of_target: Tensor,
-    requested: list[bool],
-) -> list[Tensor]:
+@flat_signature(Operands, OutputGrads, {"requested": list[bool]}, returns=list[Tensor])
+def backward_op(*arguments: Any) -> list[Tensor]:
     """Runs `launch_backward` in traced graphs; returns the `requested` gradients in order."""
-    operands = Operands(
-        hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
-    )
-    output_grads = OutputGrads(maximum, factor, of_target)
-    grads = launch_backward(operands, output_grads, RequestedGrads(*requested), launch_traced)
+    grads = launch_backward(*rebuilt(arguments), launch_traced)
     return [gradient for gradient in grads if gradient is not None]
+
+
+BACKEND = Backend(launch_forward, launch_backward, forward_op, backward_op, fused_forward, fused_backward)

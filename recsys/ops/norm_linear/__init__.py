@@ -31,6 +31,25 @@ class NormLinear(NamedTuple):
     grad_buffer: GradientBuffer | None
 
 
+class NormLinearInputs(NamedTuple):
+    """The tensors of a call."""
+
+    x: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+class NormLinearOptions(NamedTuple):
+    """Everything else about a call but the widths; see `norm_linear`."""
+
+    eps: float
+    dtype: torch.dtype
+    keep_normed: bool
+    silu: bool
+
+
 @dataclass(frozen=True)
 class NormLinearFacts:
     """Everything that a backend may consider when it decides whether it can run."""
@@ -80,19 +99,9 @@ def norm_linear(
         TypeError, ValueError: naming the argument.
     """
     facts = _facts(x, norm_weight, norm_bias, weight, bias, widths, eps=eps, dtype=dtype)
-    run = OP.select(facts, backend).run
-    return run(
-        x,
-        norm_weight,
-        norm_bias,
-        weight,
-        bias,
-        tuple(widths),
-        eps=eps,
-        dtype=facts.compute_dtype,
-        keep_normed=keep_normed,
-        silu=silu,
-    )
+    inputs = NormLinearInputs(x, norm_weight, norm_bias, weight, bias)
+    options = NormLinearOptions(eps, facts.compute_dtype, keep_normed, silu)
+    return OP.select(facts, backend).run(inputs, tuple(widths), options)
 
 
 def _facts(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from recsys.ops.norm_linear import NormLinear
+from recsys.ops.norm_linear import NormLinear, NormLinearInputs, NormLinearOptions
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
@@ -16,20 +16,10 @@ def supports(facts: object) -> Support:
     return SUPPORTED
 
 
-def run(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    widths: tuple[int, ...],
-    *,
-    eps: float,
-    dtype: torch.dtype,
-    keep_normed: bool,
-    silu: bool,
-) -> NormLinear:
+def run(inputs: NormLinearInputs, widths: tuple[int, ...], options: NormLinearOptions) -> NormLinear:
     """Runs one operation after the other; makes no buffer for gradients."""
+    x, norm_weight, norm_bias, weight, bias = inputs
+    eps, dtype, keep_normed, silu = options
 
     def project(x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, norm_weight.dtype))

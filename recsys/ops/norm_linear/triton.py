@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from recsys.ops.norm_linear import NormLinear, NormLinearFacts
+from recsys.ops.norm_linear import NormLinear, NormLinearFacts, NormLinearInputs, NormLinearOptions
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
@@ -34,28 +33,14 @@ def supports(facts: NormLinearFacts) -> Support:
     return able
 
 
-def run(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    widths: tuple[int, ...],
-    *,
-    eps: float,
-    dtype: torch.dtype,
-    keep_normed: bool,
-    silu: bool,
-) -> NormLinear:
+def run(inputs: NormLinearInputs, widths: tuple[int, ...], options: NormLinearOptions) -> NormLinear:
     """Computes statistics and gradients of parameters in float32."""
     ops = triton_support.load(_OPS)
     if not torch.is_grad_enabled():
-        joined = ops.forward(x, norm_weight, norm_bias, weight, bias, eps, dtype)
-        if silu:
+        joined = ops.forward(inputs, options)
+        if options.silu:
             joined = F.silu(joined, inplace=True)
-        return NormLinear(tuple(joined.split(widths, dim=1)), x, None)
+        return NormLinear(tuple(joined.split(widths, dim=1)), inputs.x, None)
     grad_buffer = GradientBuffer(widths)
-    residual, *parts = ops.NormLinear.apply(
-        x, norm_weight, norm_bias, weight, bias, grad_buffer, eps, dtype, keep_normed, silu
-    )
+    residual, *parts = ops.NormLinear.apply(*inputs, grad_buffer, options)
     return NormLinear(tuple(parts), residual, grad_buffer)

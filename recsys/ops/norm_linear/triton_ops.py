@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recsys.ops.norm_linear import NormLinearInputs, NormLinearOptions
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.column_sums import column_sums, linear, sum_of_parts, weight_gradient
-from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.runtime.launch import launch
 from recsys.ops.runtime.triton_support import num_processors
 
@@ -35,44 +35,25 @@ class Blocks(NamedTuple):
     num_warps: int
 
 
-def forward(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def forward(inputs: NormLinearInputs, options: NormLinearOptions) -> Tensor:
     """Computes the projection [T, N] without gradients."""
-    return linear(launch_norm(x, norm_weight, norm_bias, eps, dtype), weight, bias)
+    return linear(launch_norm(*inputs[:3], options.eps, options.dtype), inputs.weight, inputs.bias)
 
 
 class NormLinear(torch.autograd.Function):
-    """Autograd function, called as `apply(x, norm_weight, norm_bias, weight, bias, grad_buffer, eps, dtype,
-    keep_normed, silu)`; returns x and the parts."""
+    """Autograd function, called as `apply(*inputs, grad_buffer, options)`; returns x and the parts."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        grad_buffer: GradientBuffer,
-        eps: float,
-        dtype: torch.dtype,
-        keep_normed: bool,
-        silu: bool,
-    ) -> tuple[Tensor, ...]:
-        normed = launch_norm(x, norm_weight, norm_bias, eps, dtype)
-        rounded = weight.to(dtype)
-        joined, before = F.linear(normed, rounded, bias.to(dtype)), None
-        if silu:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        x, norm_weight, norm_bias, weight, bias, grad_buffer, options = arguments
+        normed = launch_norm(x, norm_weight, norm_bias, options.eps, options.dtype)
+        rounded = weight.to(options.dtype)
+        joined, before = F.linear(normed, rounded, bias.to(options.dtype)), None
+        if options.silu:
             before, joined = joined, F.silu(joined)
-        ctx.save_for_backward(x, normed if keep_normed else None, norm_weight, norm_bias, rounded, before)
-        ctx.grad_buffer, ctx.eps, ctx.parameter_dtype = grad_buffer, eps, weight.dtype
+        kept = normed if options.keep_normed else None
+        ctx.save_for_backward(x, kept, norm_weight, norm_bias, rounded, before)
+        ctx.grad_buffer, ctx.eps, ctx.parameter_dtype = grad_buffer, options.eps, weight.dtype
         return (x, *joined.split(grad_buffer.widths, dim=1))
 
     @staticmethod
@@ -89,7 +70,7 @@ class NormLinear(torch.autograd.Function):
         del normed
         grad_bias = column_sums(grad).to(ctx.parameter_dtype) if needed[4] else None
         grad_x, both = launch_norm_backward(grad @ weight, x, grad_x, norm_weight, ctx.eps)
-        return (grad_x, *both.unbind(0), grad_weight, grad_bias, None, None, None, None, None)
+        return (grad_x, *both.unbind(0), grad_weight, grad_bias, None, None)
 
 
 def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

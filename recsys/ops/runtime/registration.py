@@ -11,8 +11,9 @@ through the library costs about 60 us. In graphs an op is of one of two kinds:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -27,6 +28,27 @@ def traceable_op(name: str) -> Callable[[Callable[..., Any]], Any]:
     While it is traced, every kernel launch in it must go through `torch.library.wrap_triton`.
     """
     return torch.library.triton_op(f"recsys::{name}", mutates_args=())
+
+
+def flat_signature(*parts: type | dict[str, Any], returns: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates `f(*arguments)` with the flat signature from which PyTorch infers the schema of a library op.
+
+    Args:
+        parts: named tuples, whose fields become parameters in their order, or parameters by name with their
+            annotations.
+        returns: annotation of the result.
+    """
+    hints = [part if isinstance(part, dict) else get_type_hints(part) for part in parts]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(name, kind, annotation=hint) for part in hints for name, hint in part.items()
+    ]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def opaque_op(

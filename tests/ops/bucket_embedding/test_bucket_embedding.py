@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from recsys.ops import bucket_embedding, explain, last_backend
+from recsys.ops import bucket_embedding
 from tests.ops import harness
 from tests.ops.harness import Problem, Runner, assert_is, assert_near, normal, runners
 from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
@@ -98,19 +98,10 @@ WRONG = [
     ),
     ({"buckets": [torch.tensor([0, 1, 2, 3])]}, IndexError, "index out of range"),
     ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
-    (
-        {"backend": "cuda"},
-        ValueError,
-        "bucket_embedding has no backend 'cuda'; it has auto, triton, reference",
-    ),
 ]
 
 
 test_wrong_arguments_are_named = harness.refused(bucket_embedding, arguments, WRONG)
-
-
-def test_explain_answers_for_it():
-    assert dict(explain("bucket_embedding", **arguments()).rows)["reference"].ok
 
 
 # --- the kernels ------------------------------------------------------------------------------------------
@@ -249,37 +240,6 @@ def test_the_library_op(rows, runner, monkeypatch):
     got = triton_ops.sum_by_bucket_triton(values, buckets, 5)
     want = torch.zeros(5, 6, device=runner.device).index_add(0, buckets, values)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-@interpreted
-def test_auto_stays_with_the_reference_on_a_cpu_and_float64_is_refused():
-    x, tables, buckets = torch.randn(4, 2), [torch.randn(3, 2)], [torch.tensor([0, 2, 1, 1])]
-    bucket_embedding(x, tables, buckets)
-    assert last_backend("bucket_embedding") == "reference"
-    assert dict(explain("bucket_embedding", x, tables, buckets).rows)["triton"].ok
-    wide = dict(explain("bucket_embedding", x, [tables[0].double()], buckets).rows)["triton"]
-    assert "not torch.float64" in wide.reason
-
-
-@pytest.mark.gpu
-def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
-    from recsys.ops.bucket_embedding.segment_kernels import pieces_kernel, shares_kernel
-    from recsys.ops.bucket_embedding.triton_kernels import embed_kernel
-
-    given = [problem(rows, 256, [65], torch.float32, hot=0.8) for rows in (1024, 2048, 4097, 20_000, 100_000)]
-    kernels = (embed_kernel, pieces_kernel, shares_kernel)
-    harness.assert_same_bits_of_one_artefact(given, ON_GPU, *kernels)
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_device():
-    harness.assert_nothing_waits(problem(2048, 256, [65], torch.float32), ON_GPU)
-
-
-@pytest.mark.gpu
-def test_a_compiled_graph_serves_all_sizes():
-    given = [problem(rows, 256, [300, 65], torch.float32) for rows in (50, 9, 3000)]
-    harness.assert_compiles_once(given, ON_GPU, close=1e-4)
 
 
 test_in_the_interpreter = harness.interpreter_test(__file__)

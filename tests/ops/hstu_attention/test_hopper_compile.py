@@ -1,120 +1,105 @@
-"""The Hopper kernel compiled and assembled for sm_90a, without a GPU: registers, instructions, their order.
+"""The Hopper kernels compiled and assembled for sm_90a, without a GPU: registers, instructions, their order.
 
 The mask with everything in it and other sizes to choose from with `--slow`. Skips without Triton.
 """
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from recsys import environment
+from recsys.ops import AttentionMask
+from tests.tools.assembled import SHARED_MEMORY, Assembled, assemble, descriptor_type, needs_gluon, opcodes
 
-triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+pytestmark = needs_gluon
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
-
-from recsys.ops import AttentionMask  # noqa: E402
-from recsys.ops.hstu_attention.hopper import launch  # noqa: E402
+from recsys.ops.hstu_attention.cached import hopper_launch as cached_launch  # noqa: E402
+from recsys.ops.hstu_attention.hopper import launch, two_pass  # noqa: E402
 from recsys.ops.hstu_attention.hopper.launch import LONG_SIZES, SIZES  # noqa: E402
-from tests.tools.assembled import SHARED_MEMORY, Assembled, assemble  # noqa: E402
 
 SPILLED = 128
-"""Bytes that may be: numbers of a tile, far from the loops over blocks."""
 
+MASKS = {
+    "causal": AttentionMask(),
+    "everything": AttentionMask(130, 70, True, 5),
+}
+MASKED = [pytest.param(name, marks=[pytest.mark.slow] * (name != "causal")) for name in MASKS]
 OTHER_SIZES = [
-    pytest.param(64, SIZES[64]._replace(keys=128, stages=3)),
-    pytest.param(128, SIZES[128]._replace(keys=128, stages=2)),
+    (64, SIZES[64]._replace(keys=128, stages=3)),
+    (128, SIZES[128]._replace(keys=128, stages=2)),
 ]
-MASKS = {"causal": (False, False, False, True), "everything": (True, True, True, True)}
-CASES = [
-    *(pytest.param(dim, sizes, "causal", id=f"{dim}") for dim, sizes in SIZES.items()),
-    *(pytest.param(dim, sizes, "causal", id=f"{dim}-long") for dim, sizes in LONG_SIZES.items()),
-    *(
-        pytest.param(dim, SIZES[dim], "everything", id=f"{dim}-masks", marks=pytest.mark.slow)
-        for dim in SIZES
-    ),
-    *(
-        pytest.param(dim, sizes, "everything", id=f"{dim}-long-masks", marks=pytest.mark.slow)
-        for dim, sizes in LONG_SIZES.items()
-    ),
-    *(
-        pytest.param(*case.values, "causal", id=f"{case.values[0]}-other-{i}", marks=pytest.mark.slow)
-        for i, case in enumerate(OTHER_SIZES)
-    ),
-]
-
-
-def compiled(dim, sizes, mask, folder: Path) -> Assembled:
-    function = launch.forward_kernel
-    windowed, target_window, grouped, reads = MASKS[mask]
-    constants = {
-        "D": dim,
-        "BLOCK_N": sizes.keys,
-        "STAGES": sizes.stages,
-        "STRIPS": sizes.strips,
-        "WINDOWED": windowed,
-        "TARGET_WINDOW": target_window,
-        "GROUPED": grouped,
-        "CONTEXTUAL_READS": reads,
-        "HELD": sizes.held,
-        "OUT_IN_Q": sizes.out_in_q,
-        "Q_TILES": sizes.q_tiles,
-        "COMPUTING_REGISTERS": sizes.computing_registers,
-        "LOADING_REGISTERS": sizes.loading_registers,
-    }
-    rows = {"q_desc": 64, "o_desc": 64, "k_desc": sizes.keys, "v_desc": sizes.keys}
-    return assembled(function, constants, rows, folder)
+FORWARD = [*SIZES.items(), *LONG_SIZES.items()]
+FORWARD_CASES = [pytest.param(*sizes, "causal") for sizes in FORWARD]
+FORWARD_CASES += [pytest.param(*sizes, "everything", marks=pytest.mark.slow) for sizes in FORWARD]
+FORWARD_CASES += [pytest.param(*sizes, "causal", marks=pytest.mark.slow) for sizes in OTHER_SIZES]
+CANDIDATES = [*cached_launch.SIZES.items(), *cached_launch.LARGE_SIZES.items()]
+# Groups of targets change the loop of new keys only, in the same way for all sizes.
+CANDIDATE_CASES = [(*sizes, False) for sizes in CANDIDATES]
+CANDIDATE_CASES += [(*CANDIDATES[0], True)]
+CANDIDATE_CASES += [pytest.param(*sizes, True, marks=pytest.mark.slow) for sizes in CANDIDATES[1:]]
 
 
 def assembled(function, constants, rows, folder: Path, others: dict[str, str] | None = None) -> Assembled:
     """`rows`: of the boxes of each descriptor, which have all columns of a head; `others`: types of more."""
     types = {"items": "*i64", "counter": "*i32", "half_alpha": "fp32", "inverse_scale": "fp32"}
     boxes = {name: (1, 1, n, constants["D"]) for name, n in rows.items()}
-    return assemble(function, types | (others or {}), constants, folder, other="i32", boxes=boxes)
+    made = assemble(function, types | (others or {}), constants, folder, other="i32", boxes=boxes)
+    assert "UTMALDG.4D" in made.sass and "UTMASTG.4D" in made.sass
+    return made
 
 
-@pytest.mark.parametrize(("dim", "sizes", "mask"), CASES)
-def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
-    made = compiled(dim, sizes, mask, tmp_path)
-    registers = sizes.strips * sizes.computing_registers + sizes.loading_registers
-    check_resources(made, registers)
-    loops = product_loops(made.sass)
+def registers_of(sizes) -> dict[str, int]:
+    return {
+        "COMPUTING_REGISTERS": sizes.computing_registers,
+        "LOADING_REGISTERS": sizes.loading_registers,
+    }
+
+
+@pytest.mark.parametrize(("dim", "sizes", "mask"), FORWARD_CASES)
+def test_the_forward_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
+    constants = {"D": dim, "BLOCK_N": sizes.keys, "STAGES": sizes.stages, "STRIPS": sizes.strips}
+    constants |= {"HELD": sizes.held, "OUT_IN_Q": sizes.out_in_q, "Q_TILES": sizes.q_tiles}
+    constants |= registers_of(sizes) | launch.rules(MASKS[mask])
+    rows = {"q_desc": 64, "o_desc": 64, "k_desc": sizes.keys, "v_desc": sizes.keys}
+    made = assembled(launch.forward_kernel, constants, rows, tmp_path)
+    made.check_resources(sizes.strips * sizes.computing_registers + sizes.loading_registers, SPILLED)
+    loops = made.product_loops
     assert len(loops) == 2 * sizes.strips, "a loop with and one without a mask, for each strip"
     for loop in loops:
         check_loop(loop, dim, sizes.keys)
-    assert sum("FSEL" in " ".join(loop) for loop in loops) == sizes.strips, (
-        "only the loops with a mask select"
-    )
+    assert sum("FSEL" in " ".join(loop) for loop in loops) == sizes.strips, "only loops with a mask select"
 
 
-@pytest.mark.parametrize("mask", ["causal", pytest.param("everything", marks=pytest.mark.slow)])
+def check_loop(loop, dim, keys):
+    """The products of a block are started together; its weights are computed before the sum is waited for."""
+    names = opcodes(loop)
+    assert names.count("MUFU.TANH") == 64 * keys // 128
+    assert sum(name.startswith("HGMMA") for name in names) == dim // 16 + keys // 16
+    assert not any(name.startswith(("STL", "LDL")) for name in names)
+    waits = [i for i, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
+    tanh = [i for i, name in enumerate(names) if name == "MUFU.TANH"]
+    products = [i for i, name in enumerate(names) if name.startswith("HGMMA")]
+    assert len(waits) == 2 and products[-1] < waits[0] < tanh[0] and tanh[-1] < waits[1]
+
+
+@pytest.mark.parametrize("mask", MASKED)
 @pytest.mark.parametrize("dim", launch.BACKWARD_SIZES)
 def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path):
-    from triton.experimental.gluon import language as gl
-
     sizes, keys = launch.BACKWARD_SIZES[dim], 64 * launch.BACKWARD_STRIPS
-    names = ("WINDOWED", "TARGET_WINDOW", "GROUPED", "CONTEXTUAL_READS")
-    constants = launch.constants_of(sizes, AttentionMask()) | {"D": dim}
-    constants |= dict(zip(names, MASKS[mask], strict=True))
+    constants = launch.constants_of(sizes, MASKS[mask]) | {"D": dim}
     del constants["num_warps"]
     rows = {"q_desc": sizes.rows, "g_desc": sizes.rows, "k_desc": keys, "v_desc": keys}
     rows |= {"dk_desc": 64, "dv_desc": 64}
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
-    part = f"tensordesc<fp32[1,1,{sizes.rows},{dim // 2}],{layout!r}>"
+    part = descriptor_type("fp32", (1, 1, sizes.rows, dim // 2))
     made = assembled(launch.backward_kernel, constants, rows, tmp_path, {"dq_desc": part})
-    assert made.shared <= SHARED_MEMORY
-    assert "serializ" not in made.report, made.report
+    assert made.shared <= SHARED_MEMORY and "serializ" not in made.report, made.report
     assert "UTMAREDG.4D.ADD" in made.sass
     # Triton's barriers of a warp group; those of the strips have numbers from 4 on.
     assert all(int(number, 0) < 4 for number in re.findall(r"BAR\.SYNC\S* (\w+), 0x80", made.sass))
     # Products of a block: scores, dO V^T, a part of dQ, dV and dK. The second strip has in its loop with a
     # mask the way past rows that see nothing of it as well, with a part of dQ of its own.
-    loops = product_loops(made.sass)
+    loops = made.product_loops
     assert len(loops) == 2 * launch.BACKWARD_STRIPS
     part, others = keys // 16, 2 * dim // 16 + 2 * sizes.rows // 16
     texts = [" ".join(loop) for loop in loops]
@@ -133,53 +118,82 @@ def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path)
         assert text.count("STSM.16.M88.4") == way * (4 + dim // 16) and "STS." not in text
 
 
-def check_resources(made, registers):
-    """`registers`: of one thread of each warp group, added up."""
-    assert made.shared <= SHARED_MEMORY
-    assert "serializ" not in made.report, made.report
-    assert registers * 128 <= 65536
-    if (
-        environment.version_numbers(environment.tool_version(environment.find_ptxas()))
-        >= environment.MINIMAL_PTXAS
-    ):
-        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", made.report)
-        assert max(map(int, spilled.groups())) <= SPILLED, made.report
-    assert "UTMALDG.4D" in made.sass and "UTMASTG.4D" in made.sass
+def check_assembled(made, dim, block, num_loops, num_masked):
+    """No spills in loops, the mask only where it is needed. Returns products and waits of each loop."""
+    sizes = two_pass.SIZES[dim]
+    made.check_resources(2 * sizes.computing_registers + sizes.loading_registers, SPILLED)
+    names = [opcodes(loop) for loop in made.product_loops]
+    assert len(names) == num_loops
+    assert sum("FSEL" in loop for loop in names) == num_masked
+    for loop in names:
+        assert not any(name.startswith(("STL", "LDL")) for name in loop)
+        assert loop.count("MUFU.TANH") in (0, 64 * block // 128)
+    return [[name for name in loop if name.startswith(("HGMMA", "WARPGROUP.DEPBAR"))] for loop in names]
 
 
-def product_loops(sass):
-    """The innermost loops with matrix instructions."""
-    return [loop for loop in inner_loops(sass) if any("HGMMA" in line for line in loop)]
+@pytest.mark.parametrize("mask", MASKED)
+@pytest.mark.parametrize("dim", two_pass.SIZES)
+def test_tiles_of_keys_assembled(tmp_path, dim, mask):
+    sizes = two_pass.SIZES[dim]
+    chosen = {"D": dim, "BLOCK_M": sizes.rows, "STAGES": sizes.stages}
+    chosen |= registers_of(sizes) | launch.rules(MASKS[mask])
+    boxes = {"q_desc": sizes.rows, "g_desc": sizes.rows} | dict.fromkeys(("dk_desc", "dv_desc"), 64)
+    if sizes.v_tiles == 0:
+        boxes |= dict.fromkeys(("k_desc", "v_desc"), 64)
+        made = assembled(two_pass.wide_keys_kernel, chosen, boxes, tmp_path)
+        for loop in check_assembled(made, dim, sizes.rows, num_loops=3, num_masked=1):
+            waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
+            assert waits == [dim // 16, dim // 16 + 1 + sizes.rows // 16], (
+                "one wait for each of the two products"
+            )
+        return
+    chosen["V_STAGES"] = sizes.v_tiles
+    boxes |= dict.fromkeys(("k_desc", "v_desc"), 128)
+    made = assembled(two_pass.keys_kernel, chosen, boxes, tmp_path)
+    for loop in check_assembled(made, dim, sizes.rows, num_loops=4, num_masked=2):
+        waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
+        both, sums = 2 * dim // 16, sizes.rows // 16
+        assert waits == [both, both + 1 + sums, both + 2 + 2 * sums, both + 3 + 2 * sums], (
+            "the first two products start together, the others while one before is under way"
+        )
 
 
-def check_loop(loop, dim, keys):
-    """The products of a block are started together; its weights are computed before the sum is waited for."""
-    names = [re.sub(r"^@!?U?P\w+ ", "", line).split()[0] for line in loop]
-    assert names.count("MUFU.TANH") == 64 * keys // 128
-    assert sum(name.startswith("HGMMA") for name in names) == dim // 16 + keys // 16
-    assert not any(name.startswith(("STL", "LDL")) for name in names)
-    waits = [i for i, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
-    tanh = [i for i, name in enumerate(names) if name == "MUFU.TANH"]
-    products = [i for i, name in enumerate(names) if name.startswith("HGMMA")]
-    assert len(waits) == 2 and products[-1] < waits[0] < tanh[0] and tanh[-1] < waits[1]
+@pytest.mark.parametrize("mask", MASKED)
+@pytest.mark.parametrize("dim", two_pass.SIZES)
+def test_tiles_of_rows_assembled(tmp_path, dim, mask):
+    sizes = two_pass.SIZES[dim]
+    chosen = {"D": dim, "BLOCK_N": sizes.keys, "K_STAGES": sizes.k_stages, "V_STAGES": sizes.v_stages}
+    chosen |= {"APART": sizes.apart} | registers_of(sizes) | launch.rules(MASKS[mask])
+    boxes = dict.fromkeys(("q_desc", "g_desc", "dq_desc"), 64) | dict.fromkeys(
+        ("k_desc", "v_desc"), sizes.keys
+    )
+    made = assembled(two_pass.rows_kernel, chosen, boxes, tmp_path)
+    both = 2 * dim // 16
+    for loop in check_assembled(made, dim, sizes.keys, num_loops=4, num_masked=2):
+        waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
+        assert waits == [both, both + 1, both + 2 + sizes.keys // 16], "the first two products start together"
+    assert "MUFU.TANH" in made.sass
 
 
-def inner_loops(sass):
-    """The instructions of each loop that has none in it, [[str]]."""
-    program, labels = [], {}
-    for line in sass.split("\n"):
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label.group(1)] = len(program)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            program.append(instruction.group(1))
-    jumps = []
-    for i, instruction in enumerate(program):
-        if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction):
-            jumps.append((labels[target.group(1)], i))
-    # The cold second half of a wait is at the end of the program and jumps back over everything: no loop.
-    back = [(start, end) for start, end in jumps if start <= end and end - start < 2500]
-    return [
-        program[start : end + 1]
-        for start, end in back
-        if not any((start, end) != other and start <= other[0] and other[1] <= end for other in back)
-    ]
+@pytest.mark.parametrize(("dim", "sizes", "grouped"), CANDIDATE_CASES)
+def test_candidates_fit_and_their_products_overlap(dim, sizes, grouped, tmp_path):
+    constants = {"D": dim, "BLOCK_N": sizes.keys, "STAGES": sizes.stages, "STRIPS": sizes.strips}
+    constants |= {"Q_TILES": sizes.q_tiles, "GROUPED": grouped} | registers_of(sizes)
+    rows = {f"{name}_desc": sizes.keys for name in ("k", "v", "ck", "cv")} | {"q_desc": 64, "o_desc": 64}
+    made = assembled(cached_launch.candidates_kernel, constants, rows, tmp_path)
+    made.check_resources(sizes.strips * sizes.computing_registers + sizes.loading_registers, SPILLED)
+    loops = made.product_loops
+    assert len(loops) == 2 * sizes.strips, "a loop of cached keys and one of new ones, for each strip"
+    texts = [" ".join(loop) for loop in loops]
+    assert sum("FSEL" in text for text in texts) == sizes.strips, "only new keys are hidden"
+    for loop, text in zip(loops, texts, strict=True):
+        assert text.count("MUFU.TANH") == 64 * sizes.keys // 128
+        assert text.count("HGMMA") == dim // 16 + sizes.keys // 16
+        assert "STL" not in text and "LDL" not in text
+        if "FSEL" in text:  # a strip sees one or two such blocks, behind all that is cached
+            continue
+        if sizes.strips == 2:
+            check_loop(loop, dim, sizes.keys)
+        else:
+            assert text.count("WARPGROUP.DEPBAR") == 1
+            assert text.rindex("HGMMA") < text.index("WARPGROUP.DEPBAR") < text.index("MUFU.TANH")

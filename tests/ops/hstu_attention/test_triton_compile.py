@@ -12,7 +12,7 @@ import torch
 from recsys import environment
 from recsys.ops import AttentionMask, CachedRelativeBias, SequenceLayout
 from recsys.ops.hstu_attention.triton.block_sizes import BLOCKS, CHOSEN_WITH, SMALL_BLOCKS
-from tests.tools.assembled import SHARED_MEMORY, assembled, compile_to_ptx
+from tests.tools.assembled import SHARED_MEMORY, assembled, compile_kernel
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
@@ -93,8 +93,6 @@ def cases_of(sizes):
 
 def compiled(folder, kernel, biased, width, itemsize, *, precision="tf32x3", sizes=SIZES, capability=90):
     """The PTX of a kernel with everything that the mask can ask of it."""
-    from triton.compiler import ASTSource
-
     from recsys.ops.hstu_attention.bias import table_kernels
     from recsys.ops.hstu_attention.cached import triton_ops
     from recsys.ops.hstu_attention.triton import backward, forward
@@ -117,29 +115,20 @@ def compiled(folder, kernel, biased, width, itemsize, *, precision="tf32x3", siz
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
     constants |= {"BUCKETS": 64, "DESCRIBED": kernel in DESCRIBED}
     constants |= {"SPLIT": kernel == "split", **assemblies_of(kernel, blocks)}
-    constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    signature, aligned = {}, {}
-    for index, name in enumerate(function.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif kernel.startswith("packed_") and name in PACKED_POINTERS:
-            signature[name] = f"*{PACKED_POINTERS[name]}"
-        elif name in POINTERS:
-            signature[name] = f"*{POINTERS[name]}"
-        elif constants.get("DESCRIBED") and name in ("q", "k", "v", "grad_out"):
-            rows = blocks.rows if name in ("q", "grad_out") else blocks.keys
-            signature[name] = f"tensordesc<{TYPES[itemsize][0]}[1, 1, {rows}, {width}]>"
-        elif name in OPERANDS:
-            signature[name] = f"*{TYPES[itemsize][0]}"
-        else:
-            signature[name] = "fp32" if name in ("alpha", "inverse_scale") else "i32"
-        if signature[name].startswith("*") or name.startswith("stride_"):
-            aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    constants |= {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     if blocks.max_registers is not None:
-        options["maxnreg"] = blocks.max_registers
-    return compile_to_ptx(source, options, folder, capability)
+        constants["maxnreg"] = blocks.max_registers
+    pointers = POINTERS | (PACKED_POINTERS if kernel.startswith("packed_") else {})
+    types = {name: f"*{dtype}" for name, dtype in pointers.items()} | {
+        "alpha": "fp32",
+        "inverse_scale": "fp32",
+    }
+    types |= dict.fromkeys(OPERANDS, f"*{TYPES[itemsize][0]}")
+    if kernel in DESCRIBED:
+        rows = {"q": blocks.rows, "grad_out": blocks.rows, "k": blocks.keys, "v": blocks.keys}
+        shown = {name: f"tensordesc<{TYPES[itemsize][0]}[1, 1, {n}, {width}]>" for name, n in rows.items()}
+        types |= shown
+    return compile_kernel(function, types, constants, folder, other="i32", capability=capability)
 
 
 def assemblies_of(kernel, blocks):
@@ -236,14 +225,14 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from recsys.ops.hstu_attention.problem import rebuilt
+    from recsys.ops.hstu_attention.problem import FlatProblem
     from recsys.ops.hstu_attention.triton import launch
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     rest = (2, 3, 1, False, 1, True, 0.1, 64.0, True)
 
     def both(q, *tensors):
-        problem = rebuilt(q.shape[0], *tensors, *rest)
+        problem = FlatProblem(*tensors, *rest).rebuilt(q.shape[0])
         wrap = torch.library.wrap_triton
         out = launch.forward(q, q, q, problem, wrap)
         return [out, *launch.backward(out, q, q, q, problem, tables=True, wrap=wrap)]

@@ -1,4 +1,4 @@
-"""Row movement and pooling against Python lists; gradients against finite differences."""
+"""`gather_rows` on every backend against loops over Python lists, and `segment_sum`."""
 
 import hypothesis
 import pytest
@@ -6,46 +6,91 @@ import torch
 from hypothesis import strategies as st
 
 from recsys.ops import gather_rows, segment_sum
+from recsys.ops.runtime import dispatch
+from tests.ops import harness
+from tests.ops.harness import REFERENCE, Problem, Runner, assert_is, normal, results, runners
+from tests.tools.interpreter import WithNumbersOnly, between_poison, interpreted
+
+ON_GPU = Runner("triton", "cuda")
+
+everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
+by_kernels = pytest.mark.parametrize("runner", runners("triton"))
 
 
-@hypothesis.given(data=st.data())
-def test_rows_go_where_the_index_says_and_gradients_come_back(data):
-    num_rows = data.draw(st.integers(0, 8))
-    rows = data.draw(st.permutations(range(num_rows)))
-    index = rows[: data.draw(st.integers(0, num_rows))]
-    for _ in range(data.draw(st.integers(0, 3))):
-        index.insert(data.draw(st.integers(0, len(index))), -1)
-    values = torch.randn(num_rows, 2, 3, dtype=torch.float64, requires_grad=True)
-    out = gather_rows(values, torch.tensor(index, dtype=torch.int64))
-    zero = torch.zeros(2, 3, dtype=torch.float64)
-    assert torch.equal(out, torch.stack([*(values[i] if i >= 0 else zero for i in index), zero])[:-1])
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several programs, and rows in several blocks of columns, in the interpreter."""
+    if harness.INTERPRETED:
+        from recsys.ops.jagged import triton_ops
 
-    cotangent = torch.randn_like(out)
-    (gradient,) = torch.autograd.grad(out, values, cotangent)
-    expected = [cotangent[index.index(t)] if t in index else zero for t in range(num_rows)]
-    assert torch.equal(gradient, torch.stack([*expected, zero])[:-1])
-    inverse = torch.tensor([index.index(t) if t in index else -1 for t in range(num_rows)], dtype=torch.int64)
-    out = gather_rows(values, torch.tensor(index, dtype=torch.int64), inverse)
-    assert torch.equal(torch.autograd.grad(out, values, cotangent)[0], gradient)
+        harness.shrink(monkeypatch, triton_ops, BLOCK_BYTES=256, LONGEST_BLOCK=16, SHORTEST_BLOCK=8)
 
 
-@hypothesis.given(data=st.data())
-def test_several_sources_are_one_and_several_maps_add_their_gradients(data):
-    sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
-    maps = [data.draw(st.permutations([*range(sum(sizes)), -1])) for _ in range(data.draw(st.integers(1, 3)))]
-    maps = [one[: data.draw(st.integers(0, len(one)))] for one in maps]
-    values = [torch.randn(size, 2, dtype=torch.float64, requires_grad=True) for size in sizes]
-    out = gather_rows(values, [torch.tensor(one, dtype=torch.int64) for one in maps])
-    rows = [*torch.cat(values).tolist(), [0.0, 0.0]]
-    assert out.tolist() == [rows[row] for one in maps for row in one]
-    cotangent = torch.randn_like(out)
-    expected = torch.zeros(sum(sizes) + 1, 2, dtype=torch.float64)
-    for place, row in enumerate(row for one in maps for row in one):
-        expected[row] += cotangent[place]
-    for got, want in zip(
-        torch.autograd.grad(out, values, cotangent), expected[:-1].split(sizes), strict=True
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-15, atol=1e-15)
+def gathered(index, backend, inverse=None, **sources):
+    return gather_rows(list(sources.values()), index, inverse, backend=backend)
+
+
+def by_lists(index, inverse=None, **sources):
+    """Row by row; a row of zeros stands for none, also beyond the last."""
+    joined = torch.cat([*sources.values(), torch.zeros_like(next(iter(sources.values())).sum(0))[None]])
+    places = [place for rows in index for place in rows.tolist()]
+    return joined[torch.tensor([place if place >= 0 else len(joined) - 1 for place in places], dtype=int)]
+
+
+def inverse_by_lists(index, num_rows) -> torch.Tensor:
+    """The place of each row in each map, or -1."""
+    places, before = [], 0
+    for rows in (rows.tolist() for rows in index):
+        places.append([rows.index(row) + before if row in rows else -1 for row in range(num_rows)])
+        before += len(rows)
+    found = torch.tensor(places, dtype=torch.int64).view(len(index), num_rows)
+    return found[0] if len(index) == 1 else found
+
+
+def problem(sizes, lengths, width, dtype=torch.float64, *, seed=0, ids=torch.int64, known=False) -> Problem:
+    """Sources with these numbers of rows, and maps of these lengths: no row twice, some places empty.
+
+    `known`: the inverse is given.
+    """
+    generator, total, index = torch.Generator().manual_seed(seed), sum(sizes), []
+    for length in lengths:
+        rows = torch.randperm(total, generator=generator)[:length]
+        rows = torch.cat([rows, rows.new_full((length - len(rows),), -1)])
+        rows[torch.rand(length, generator=generator) < 0.1] = -1
+        index.append(rows[torch.randperm(length, generator=generator)].to(ids))
+    sources = {f"values_{n}": normal(size, *width, seed=n) for n, size in enumerate(sizes)}
+    options = {"index": index} | ({"inverse": inverse_by_lists(index, total)} if known else {})
+    return Problem("gather_rows", gathered, sources, options).cast(dtype)
+
+
+def check(given: Problem, runner: Runner) -> None:
+    """The reference is the loops in float64; kernels have its bits: sums over maps are rounded once."""
+    if runner == REFERENCE:
+        assert_is(given, by_lists, close=1e-14)
+    else:
+        harness.assert_equal(
+            [one.cpu() for one in results(given, runner)], results(given, Runner("reference", "cpu"))
+        )
+
+
+@everywhere
+@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    width=st.sampled_from([(), (1,), (3, 2), (16,), (24,), (40,), (0,)]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    narrow=st.booleans(),
+    known=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rows_go_where_the_maps_say_and_gradients_come_back(
+    sizes, lengths, width, dtype, narrow, known, seed, runner
+):
+    if runner.device == "cuda":  # few artefacts: one for each width and size of a number, and sources
+        sizes, lengths, width = [99 * size for size in sizes[:3]], [99 * n for n in lengths], (256,)
+    ids = torch.int32 if narrow else torch.int64
+    check(problem(sizes, lengths, width, dtype, seed=seed, ids=ids, known=known), runner)
 
 
 def test_sums_of_gradients_are_rounded_once():
@@ -55,9 +100,18 @@ def test_sums_of_gradients_are_rounded_once():
     assert torch.autograd.grad(out, values, cotangent)[0].item() == 1 + 2.0**-7
 
 
-def test_integers_move_too_and_nan_stays_where_it_is():
-    stamps = torch.tensor([2**62 + 1, 7, 9])
-    assert gather_rows(stamps, torch.tensor([2, -1, 0])).tolist() == [9, 0, 2**62 + 1]
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.complex64])
+def test_any_bits(dtype, runner):
+    values = torch.randint(0, 200, (20, 5)).to(runner.device, dtype)
+    if dtype == torch.int64:
+        values[3, 2] = 2**62 + 1
+    index = torch.tensor([19, -1, 3, 0], device=runner.device)
+    out = gather_rows(values, index, backend=runner.backend)
+    assert out.dtype == dtype and torch.equal(out[[0, 2, 3]], values[[19, 3, 0]]) and not out[1].any()
+
+
+def test_nan_stays_where_it_is():
     values = torch.tensor([[float("nan")], [1.0]])
     assert gather_rows(values, torch.tensor([1, -1])).tolist() == [[1.0], [0.0]]
 
@@ -67,6 +121,98 @@ def test_a_row_named_twice_is_an_error_and_no_lost_gradient():
     out = gather_rows(values, torch.tensor([0, 2, 0, -1, -1]))
     with pytest.raises(ValueError, match="index names 1 rows more than once"):
         out.sum().backward()
+
+
+@by_kernels
+def test_a_row_that_is_none_is_zeros_and_no_memory_of_others(runner):
+    values = between_poison(torch.randn(6, 4)).to(runner.device)
+    index = torch.tensor([6, 5, -2, 2**40, 0], device=runner.device)
+    out = gather_rows([values[:2], values[2:]], index, backend="triton")
+    zeros = torch.zeros(4, device=runner.device)
+    assert torch.equal(out, torch.stack([zeros, values[5], zeros, zeros, values[0]]))
+
+
+@interpreted
+def test_nothing_is_written_past_the_last_row(monkeypatch):
+    from recsys.ops.jagged import triton_ops
+
+    given = torch.randn(33, 20)
+    index, places = torch.randint(33, (50,)), torch.randint(-1, 33, (2, 41))
+    with harness.guarded_memory(monkeypatch) as buffers:
+        triton_ops.launch_gather([given], index)
+        triton_ops.launch_sum(given, places, 41)
+    assert len(buffers) == 2
+
+
+@interpreted
+@pytest.mark.parametrize("num_maps", [1, 2])
+@pytest.mark.parametrize("known", [False, True])
+def test_the_library_ops(num_maps, known, monkeypatch):
+    """Schemas, shapes without numbers and gradients through the library: a compiler relies on them."""
+    from recsys.ops.jagged import triton_ops
+
+    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
+    values = [torch.randn(size, 6, requires_grad=True) for size in (7, 3)]
+    maps = [torch.tensor([9, 4, -1, 0]), torch.tensor([2, 9, 8])][:num_maps]
+    sizes, index = [len(one) for one in maps], torch.cat(maps)
+    inverse = triton_ops.invert_each(index, sizes, 10) if known else None
+    arguments = (values, index, inverse, sizes)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(triton_ops.gather_rows_triton, arguments, test_utils=checks)
+    places, cotangent = triton_ops.invert_each(index, sizes, 10), torch.randn(len(index), 6)
+    torch.library.opcheck(
+        triton_ops.gather_rows_triton_backward,
+        (cotangent, places, 10),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    outs = (triton_ops.gather_rows_triton(*arguments), gather_rows(values, maps, backend="triton"))
+    got, want = (torch.autograd.grad(out, values, cotangent) for out in outs)
+    harness.assert_equal(got, want)
+
+
+@interpreted
+def test_on_a_gpu_auto_takes_it_but_in_an_exported_graph():
+    op, fields = dispatch._OPS["gather_rows"], {"device": "cuda", "dtype": torch.float32, "num_maps": 2}
+    for exported in (False, True):
+        facts = type(op.facts(torch.zeros(2), torch.tensor([0])))(**fields, exported=exported)
+        assert op.select(facts).__name__.endswith("reference" if exported else "triton")
+        assert op.select(facts, "triton").__name__.endswith("triton")
+
+
+@by_kernels
+def test_views_odd_addresses_and_transposed_gradients(runner):
+    joint = torch.randn(501, 3 * 256 + 1, device=runner.device).to(runner.half).requires_grad_()
+    index = torch.randperm(500, device=runner.device)
+    found = []
+    for backend in ("triton", "reference"):
+        _, a, b = joint[1:].split([1, 256, 512], dim=1)
+        out = gather_rows([a, b[:, :256]], torch.cat([index, index + 500]), backend=backend)
+        cotangent = torch.randn(256, 1000, generator=torch.Generator().manual_seed(1)).to(out)
+        found.append([out.detach(), *torch.autograd.grad(out, joint, cotangent.t())])
+    harness.assert_equal(*found)
+
+
+def test_blocks_hold_whole_rows_or_equal_parts_of_them():
+    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+    from recsys.ops.jagged.triton_ops import blocks_of, step_of
+
+    for width in range(1, 3000):
+        columns = blocks_of(width, 4).columns
+        assert columns & (columns - 1) == 0 and columns <= 1024
+        covered = -(-width // columns) * columns
+        assert covered == width or columns == min(1024, 1 << (width - 1).bit_length())
+    assert [step_of(strides) for strides in ([256], [24, 256], [100, 16], [3], [0])] == [16, 8, 4, 1, 16]
+
+
+test_in_the_interpreter = harness.interpreter_test(__file__)
+
+
+@pytest.mark.gpu
+def test_rows_past_two_to_the_thirty_one_numbers():
+    values = torch.empty(2**23 + 3, 512, dtype=torch.int8, device="cuda")
+    values[-1], values[0] = 7, 5
+    out = gather_rows(values, torch.tensor([2**23 + 2, -1, 0], device="cuda"), backend="triton")
+    assert out[:, ::511].tolist() == [[7, 7], [0, 0], [5, 5]]
 
 
 @pytest.mark.parametrize("lengths_dtype", [torch.int32, torch.int64])
@@ -84,73 +230,48 @@ def test_segments_add_up_and_empty_ones_are_zero(lengths, lengths_dtype):
         assert torch.autograd.gradcheck(lambda v: segment_sum(v, torch.tensor(lengths)), values)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: gather_rows(torch.zeros(2), torch.zeros(2)),
-            TypeError,
-            "index must be int64 or int32, got torch.float32",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64)),
-            ValueError,
-            r"index must have one dimension, got shape \(1, 2\)",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(()), torch.zeros(1, dtype=torch.int64)),
-            ValueError,
-            "values must have at least one dimension",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2, device="meta"), torch.tensor([1])),
-            ValueError,
-            "index is on cpu, values on meta",
-        ),
-        (
-            lambda: gather_rows([torch.zeros(2, 3), torch.zeros(2, 4)], torch.tensor([1])),
-            ValueError,
-            r"first size only, values\[1\] has shape \(2, 4\) of torch.float32, the first one \(2, 3\)",
-        ),
-        (
-            lambda: gather_rows([torch.zeros(2), torch.zeros(2).double()], torch.tensor([1])),
-            ValueError,
-            r"values\[1\] has shape \(2,\) of torch.float64",
-        ),
-        (lambda: gather_rows([], torch.tensor([1])), ValueError, "values must be a tensor or some of them"),
-        (
-            lambda: gather_rows(torch.zeros(2), [torch.tensor([1]), torch.zeros(1)]),
-            TypeError,
-            r"index\[1\] must be int64 or int32, got torch.float32",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2), torch.tensor([1]), torch.tensor([0])),
-            ValueError,
-            r"inverse must have shape \[2\], a place for each row of values, got \(1,\)",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2), [torch.tensor([1])] * 2, torch.tensor([-1, 0])),
-            ValueError,
-            r"inverse must have two dimensions, got shape \(2,\)",
-        ),
-        (
-            lambda: gather_rows(torch.zeros(2), torch.tensor([1]), backend="cuda"),
-            ValueError,
-            "gather_rows has no backend 'cuda'; it has auto, triton, reference",
-        ),
-        (
-            lambda: segment_sum(torch.zeros(3, 1), torch.tensor([1, 1])),
-            ValueError,
-            "lengths add up to 2, but values has 3 rows",
-        ),
-        (lambda: segment_sum(torch.zeros(3, 1), torch.zeros(2)), TypeError, "lengths must be int32 or int64"),
-        (
-            lambda: segment_sum(torch.zeros(3, dtype=torch.int64), torch.tensor([3])),
-            TypeError,
-            "values must be floating point rows",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def arguments(**changes):
+    return {"values": torch.zeros(2), "index": torch.tensor([1])} | changes
+
+
+def segments(**changes):
+    return {"values": torch.zeros(3, 1), "lengths": torch.tensor([3])} | changes
+
+
+ONE = torch.tensor([1])
+WRONG = [
+    ({"index": torch.zeros(2)}, TypeError, "index must be int64 or int32, got torch.float32"),
+    ({"index": ONE[None]}, ValueError, r"index must have one dimension, got shape \(1, 1\)"),
+    ({"values": torch.zeros(())}, ValueError, "values must have at least one dimension"),
+    ({"values": torch.zeros(2, device="meta")}, ValueError, "index is on cpu, values on meta"),
+    (
+        {"values": [torch.zeros(2, 3), torch.zeros(2, 4)]},
+        ValueError,
+        r"first size only, values\[1\] has shape \(2, 4\) of torch.float32, the first one \(2, 3\)",
+    ),
+    (
+        {"values": [torch.zeros(2), torch.zeros(2).double()]},
+        ValueError,
+        r"values\[1\] has shape \(2,\) of torch.float64",
+    ),
+    ({"values": []}, ValueError, "values must be a tensor or some of them"),
+    ({"index": [ONE, torch.zeros(1)]}, TypeError, r"index\[1\] must be int64 or int32, got torch.float32"),
+    (
+        {"inverse": torch.tensor([0])},
+        ValueError,
+        r"inverse must have shape \[2\], a place for each row of values, got \(1,\)",
+    ),
+    (
+        {"index": [ONE] * 2, "inverse": torch.tensor([-1, 0])},
+        ValueError,
+        r"inverse must have two dimensions, got shape \(2,\)",
+    ),
+]
+WRONG_SEGMENTS = [
+    ({"lengths": torch.tensor([1, 1])}, ValueError, "lengths add up to 2, but values has 3 rows"),
+    ({"lengths": torch.zeros(2)}, TypeError, "lengths must be int32 or int64"),
+    ({"values": torch.zeros(3, dtype=torch.int64)}, TypeError, "values must be floating point rows"),
+]
+
+test_wrong_arguments_are_named = harness.refused(gather_rows, arguments, WRONG)
+test_wrong_segments_are_named = harness.refused(segment_sum, segments, WRONG_SEGMENTS)

@@ -7,8 +7,7 @@ import torch
 
 from recsys.ops import SequenceLayout
 from tests.ops.harness import interpreter_test
-from tests.tools.assembled import assemble
-from tests.tools.interpreter import INTERPRETED, interpreted
+from tests.tools.interpreter import interpreted
 
 
 @pytest.fixture
@@ -53,22 +52,6 @@ def test_the_same_numbers(few_lanes, seed):
 
 
 test_the_kernels_in_the_interpreter = interpreter_test(__file__)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize(
-    ("name", "constants"),
-    [
-        ("tokens_kernel", {}),
-        ("source_kernel", {"DROPS": True}),
-    ],
-)
-def test_they_fit_into_the_registers(name, constants, tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from recsys.ops.jagged import layout_kernels
-
-    made = assemble(getattr(layout_kernels, name), {}, {**constants, "LANES": 512}, tmp_path)
-    assert made.spills == 0
 
 
 @pytest.mark.gpu

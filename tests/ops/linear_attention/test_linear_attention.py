@@ -1,4 +1,5 @@
-"""`linear_attention` against its recurrence, token by token in float64, with and without the delta rule."""
+"""`linear_attention` on every backend: the reference against the recurrence, token by token, kernels against
+float64, in the interpreter with small chunks."""
 
 from itertools import pairwise
 
@@ -10,157 +11,238 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 from torch.fx.experimental import _config as fx_config
+from torch.nn import functional as F
 
-from recsys.ops import SequenceLayout, explain, last_backend, linear_attention, offsets_from_lengths
-from recsys.ops.linear_attention import reference
+from recsys.ops import SequenceLayout, linear_attention, offsets_from_lengths
+from recsys.ops.linear_attention import Inputs, reference
+from tests.ops import harness
+from tests.ops.harness import (
+    REFERENCE,
+    Problem,
+    Runner,
+    assert_is,
+    assert_near,
+    gradients,
+    normal,
+    results,
+    runners,
+    shrink,
+)
+from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
 
 HEADS, DIM, V_DIM = 2, 3, 5
+RAGGED = [(37, 3), (0, 2), (16, 0), (5, 20), (0, 0)]
+LONG = [(700, 64), (1, 0), (2500, 5), (64, 1)]
+ON_GPU = Runner("triton", "cuda")
+WIDE = dict.fromkeys(("log_decay", "initial_state", "beta"), torch.float32)
+"""Types beside tokens of 16 bits."""
 
 
-def problem(shapes, contextual=0, dtype=torch.float64, seed=0, strength=1.0, delta=False):
-    """A layout of (history, targets) samples, and leaves for it."""
-    generator = torch.Generator().manual_seed(seed)
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    if INTERPRETED:
+        from recsys.ops.linear_attention import triton_launch
+
+        shrink(monkeypatch, triton_launch, CHUNK=16, COLUMNS=16, SHORTEST_SEGMENT=1)
+
+
+def layout_of(shapes, contextual=1) -> SequenceLayout:
+    """A layout of (history, targets) samples."""
     counts = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
-    layout = SequenceLayout(counts.sum(1) + contextual, counts[:, 1].contiguous(), contextual)
+    return SequenceLayout(counts.sum(1) + contextual, counts[:, 1].contiguous(), contextual)
 
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    rows, samples = layout.total_len, layout.batch_size
-    leaves = {
-        "q": normal(rows, HEADS, DIM),
-        "k": normal(rows, HEADS, DIM),
-        "v": normal(rows, HEADS, V_DIM),
-        "log_decay": -strength * normal(rows, HEADS, DIM).abs(),
-        "initial_state": normal(samples, HEADS, DIM, V_DIM),
+def attend(q, k, v, log_decay, initial_state, layout, backend="auto", **rest):
+    return tuple(
+        linear_attention(q, k, v, log_decay, layout, initial_state=initial_state, backend=backend, **rest)
+    )
+
+
+def problem(shapes, dims=(DIM, V_DIM), contextual=1, *, per_head=False, delta=False, strength=1.0) -> Problem:
+    """Decays of up to `strength`; keys of length 1 for the delta rule."""
+    layout, (dim, v_dim) = layout_of(shapes, contextual), dims
+    rows, generator = layout.total_len, torch.Generator().manual_seed(len(shapes))
+    shape = (rows, HEADS) if per_head else (rows, HEADS, dim)
+    decay = -strength * torch.rand(shape, generator=generator, dtype=torch.float64)
+    tensors = {
+        "q": normal(rows, HEADS, dim),
+        "k": normal(rows, HEADS, dim, seed=1),
+        "v": normal(rows, HEADS, v_dim, seed=2),
+        "log_decay": decay,
+        "initial_state": normal(len(shapes), HEADS, dim, v_dim, seed=3),
     }
     if delta:
-        leaves["k"] = torch.nn.functional.normalize(leaves["k"], dim=-1)
-        leaves["beta"] = torch.rand(rows, HEADS, generator=generator, dtype=torch.float64)
-    return layout, {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
+        tensors["k"] = F.normalize(tensors["k"], dim=-1)
+        tensors["beta"] = torch.rand(rows, HEADS, generator=generator, dtype=torch.float64)
+    return Problem("linear_attention", attend, tensors, {"layout": layout})
 
 
-def by_hand(layout, q, k, v, log_decay, initial_state, scale, beta=None):
+def by_hand(q, k, v, log_decay, initial_state, layout, scale=None, beta=None):
     """The formulas, one token and head at a time."""
-    out, final = [None] * layout.total_len, []
+    out, final, scale = [None] * layout.total_len, [], q.shape[2] ** -0.5 if scale is None else scale
+    decays = log_decay if log_decay.dim() == 3 else log_decay[:, :, None].expand(q.shape)
     for sample, (start, end) in enumerate(pairwise(layout.offsets.tolist())):
         first_target = end - int(layout.num_targets[sample])
         states = [initial_state[sample, head] for head in range(HEADS)]
         for row in range(start, end):
             rows = []
             for head in range(HEADS):
-                decayed = log_decay[row, head].exp()[:, None] * states[head]
+                decayed = decays[row, head].exp()[:, None] * states[head]
                 key, value = k[row, head], v[row, head]
                 if beta is None:
                     state = decayed + torch.outer(key, value)
                 else:
-                    replaced = torch.eye(DIM, dtype=key.dtype) - beta[row, head] * torch.outer(key, key)
+                    replaced = torch.eye(len(key), dtype=key.dtype) - beta[row, head] * torch.outer(key, key)
                     state = replaced @ decayed + beta[row, head] * torch.outer(key, value)
                 rows.append(scale * (state.T @ q[row, head]))
                 if row < first_target:
                     states[head] = state
             out[row] = torch.stack(rows)
         final.append(torch.stack(states))
-    return torch.stack(out) if out else v, torch.stack(final) if final else initial_state
+    return torch.stack(out), torch.stack(final)
 
 
-def check(layout, leaves, scale=0.7):
-    found = linear_attention(layout=layout, scale=scale, **leaves)
-    assert last_backend("linear_attention") == "reference"
-    wanted = by_hand(layout, scale=scale, **leaves)
-    cotangents = [torch.randn_like(one) for one in wanted]
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, want)
-    gradients = (
-        torch.autograd.grad(both, list(leaves.values()), cotangents, materialize_grads=True)
-        for both in (tuple(found), wanted)
-    )
-    for name, got, want in zip(leaves, *gradients, strict=True):
-        torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
+FORMS = [
+    pytest.param({"per_head": per_head, "delta": delta}, id=f"{decay} decay{', delta rule' * delta}")
+    for per_head, decay in ((False, "channel"), (True, "head"))
+    for delta in (False, True)
+]
 
 
 @pytest.mark.parametrize("contextual", [0, 1, 3])
 @pytest.mark.parametrize(
     "shapes", [[(5, 2), (0, 3), (40, 0), (0, 0)], [(1, 0)], [(0, 4)], [(16, 1), (17, 0), (33, 2)]]
 )
-@pytest.mark.parametrize("delta", [False, True])
-def test_outputs_states_and_all_gradients_are_those_of_the_recurrence(shapes, contextual, delta):
-    check(*problem(shapes, contextual, delta=delta))
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_outputs_states_and_all_gradients_are_those_of_the_recurrence(shapes, contextual, form):
+    assert_is(problem(shapes, contextual=contextual, **form).with_options(scale=0.7), by_hand, close=1e-10)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=4), st.integers(0, 2))
 def test_random_layouts(shapes, contextual):
     if shapes and contextual + sum(map(sum, shapes)):
-        check(*problem(shapes, contextual, seed=len(shapes)))
+        assert_is(problem(shapes, contextual=contextual), by_hand, close=1e-10)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0])
+def test_a_decay_a_head_and_the_default_scale(scale):
+    assert_is(problem([(20, 2), (3, 1)], per_head=True).with_options(scale=scale), by_hand, close=1e-10)
 
 
 @pytest.mark.parametrize("shapes", [[], [(0, 0), (0, 0)]])
 def test_a_batch_without_tokens(shapes):
-    layout, leaves = problem(shapes)
-    out, final = linear_attention(layout=layout, **leaves)
-    assert out.shape == (0, HEADS, V_DIM) and torch.equal(final, leaves["initial_state"])
-    (out.sum() + final.sum()).backward()
-    assert not leaves["q"].grad.any() and (leaves["initial_state"].grad == 1).all()
-
-
-def test_a_decay_a_head_and_what_is_left_out():
-    layout, leaves = problem([(20, 2), (3, 1)])
-    narrow = leaves["log_decay"][:, :, :1].detach()
-    rest = {name: leaves[name] for name in ("q", "k", "v")}
-    zeros = torch.zeros(2, HEADS, DIM, V_DIM, dtype=torch.float64)
-    want = by_hand(layout, **rest, log_decay=narrow.expand(-1, -1, DIM), initial_state=zeros, scale=DIM**-0.5)
-    found = linear_attention(layout=layout, log_decay=narrow[..., 0], **rest)
-    for got, one in zip(found, want, strict=True):
-        torch.testing.assert_close(got, one)
-    assert not linear_attention(layout=layout, log_decay=narrow[..., 0], scale=0.0, **rest).out.any()
+    given = problem(shapes, contextual=0)
+    (out, final), leaves = harness.call(given, REFERENCE)
+    state = given.tensors["initial_state"]
+    assert out.shape == (0, HEADS, V_DIM) and torch.equal(final, state)
+    of_q, *_, of_state = torch.autograd.grad(out.sum() + final.sum(), leaves)
+    assert not of_q.any() and (of_state == 1).all()
 
 
 def test_a_history_in_two_calls_is_one_history():
-    layout, leaves = problem([(30, 0), (25, 0)])
-    cut = [13, 0]
+    given, cut = problem([(30, 0), (25, 0)], contextual=0), [13, 0]
     mask = torch.cat([torch.arange(n) < c for n, c in zip((30, 25), cut, strict=True)])
-    state, parts = leaves.pop("initial_state"), []
-    whole = linear_attention(layout=layout, initial_state=state, **leaves)
+    tensors = dict(given.tensors)
+    whole, state, parts = attend(**tensors, **given.options), tensors.pop("initial_state"), []
     for chosen, lengths in ((mask, cut), (~mask, [17, 25])):
         part = SequenceLayout(torch.tensor(lengths))
-        tensors = {name: leaf[chosen] for name, leaf in leaves.items()}
-        out, state = linear_attention(layout=part, initial_state=state, **tensors)
+        rows = {name: tensor[chosen] for name, tensor in tensors.items()}
+        out, state = attend(**rows, initial_state=state, layout=part)
         parts.append(out)
-    torch.testing.assert_close(parts[0], whole.out[mask])
-    torch.testing.assert_close(parts[1], whole.out[~mask])
-    torch.testing.assert_close(state, whole.final_state)
-
-
-def test_strong_decays_are_divided_by_none():
-    layout, leaves = problem([(64, 1)], strength=300.0, dtype=torch.float32)
-    out, final = linear_attention(layout=layout, **leaves)
-    (out.sum() + final.sum()).backward()
-    assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves.values())
+    harness.assert_close([*parts, state], [whole[0][mask], whole[0][~mask], whole[1]], 1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_types_are_summed_in_float32(dtype):
-    layout, exact = problem([(100, 3), (7, 0)])
-    narrow = {name: leaf.detach().to(dtype) for name, leaf in exact.items()}
-    widened = {name: leaf.double() for name, leaf in narrow.items()}
+    narrow = problem([(100, 3), (7, 0)]).cast(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = linear_attention(layout=layout, **narrow)
-    wanted = linear_attention(layout=layout, **widened)
-    assert found.out.dtype == dtype and found.final_state.dtype == torch.float32
-    torch.testing.assert_close(found.final_state.double(), wanted.final_state, rtol=1e-5, atol=1e-5)
-    allowed = 2**-8 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.out.double(), wanted.out, rtol=allowed, atol=allowed)
+        out, final = attend(**narrow.tensors, **narrow.options)
+    exact = attend(**narrow.cast(torch.float64).tensors, **narrow.options)
+    assert out.dtype == dtype and final.dtype == torch.float32
+    harness.assert_close([final], exact[1:], 1e-5)
+    harness.assert_close([out], exact[:1], 2**-8 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_a_sample_does_not_know_its_batch_mates_nor_a_target_the_others():
-    layout, leaves = problem([(20, 3), (45, 1)], contextual=1)
-    out, final = linear_attention(layout=layout, **leaves)
-    kept = [*range(21), 23, 21]  # the first sample: its third target, then its first
-    alone = {name: leaf[kept] for name, leaf in leaves.items() if name != "initial_state"}
-    small = SequenceLayout(torch.tensor([23]), torch.tensor([2]), 1)
-    got = linear_attention(layout=small, initial_state=leaves["initial_state"][:1], **alone)
-    torch.testing.assert_close(got.out, out[kept])
-    torch.testing.assert_close(got.final_state, final[:1])
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels(form, runner):
+    """Chunks and segments that are full, partial and missing, widths that are no powers of two."""
+    shapes = RAGGED if runner.is_interpreted else LONG
+    narrow = problem(shapes, (5, 18), **form).cast(torch.float32)
+    assert_near(narrow, runner, close=1e-5, floor=1e-5)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]])
+def test_columns_in_more_blocks_of_keys_than_of_values(form, runner):
+    """One sample, so that with the delta rule a program carries few columns of its state."""
+    narrow = problem([(70, 2)], (70, 33) if runner.device == "cuda" else (33, 5), **form)
+    assert_near(narrow.cast(torch.float32), runner, close=1e-5, floor=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (32, 96)])
+def test_bfloat16_on_a_gpu(dims, form):
+    """Products take bfloat16, so an error may be that of three roundings."""
+    assert_near(problem(LONG, dims, **form).cast(torch.bfloat16, **WIDE), ON_GPU, floor=6e-3)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("strength", [12.0, 40.0, 300.0])
+def test_strong_decays(strength, delta, runner):
+    """A chunk of the interpreter's is cut into four blocks with decays to -12 and fully with stronger ones.
+
+    exp of a negated sum would be infinite: exp(20 * 16). Among decays to -300 few are weak enough to count,
+    and a difference of sums in float32 would have lost them.
+    """
+    narrow = problem([(40, 2)], (16, 16), delta=delta, strength=strength).cast(torch.float32)
+    assert_near(narrow, runner, close=1e-5, floor=1e-5)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+def test_float16(runner):
+    """Factors stay below 65,504, though a chunk decays by more than that."""
+    assert_near(problem([(37, 3)], (16, 18), strength=8.0).cast(torch.float16, **WIDE), runner, floor=2e-3)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]])
+def test_a_decay_of_nothing_has_no_gradient(form, runner):
+    """The first decay of a sample meets a state of zeros: in its gradient all pairs of tokens cancel, however
+    their factors have been rounded."""
+    given = problem([(37, 3)], (16, 16), strength=0.5, **form)
+    given.tensors["initial_state"].zero_()
+    found = results(given.cast(runner.half, **WIDE), runner)
+    of_decays = found[2 + list(given.tensors).index("log_decay")]
+    assert of_decays.abs().max() > 1 and of_decays[0].abs().max() < 1e-4
+
+
+@interpreted
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_ops_of_traced_graphs(delta, monkeypatch):
+    """Schema, shapes without numbers and registered gradients; the numbers are those of the reference."""
+    from recsys.ops.linear_attention import triton_ops
+
+    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
+    given = problem([(20, 2), (3, 0)], (16, 16), delta=delta).cast(torch.float32)
+    layout, tensors = given.options["layout"], given.tensors
+    leaves = [tensors[name].requires_grad_() if name in tensors else None for name in Inputs._fields]
+    arguments = (*leaves, layout.lengths, layout.offsets, layout.num_targets, 0.5)
+    harness.opcheck(triton_ops.linear_attention_triton, arguments, differentiable=True)
+    wanted = reference.run(Inputs(*leaves), layout, 0.5)
+    outputs = triton_ops.linear_attention_triton(*arguments)
+    present = [leaf for leaf in leaves if leaf is not None]
+    harness.assert_close(outputs, wanted, 1e-5)
+    harness.assert_close(*(harness.gradients(results, present) for results in (outputs, wanted)), 1e-5)
+
+
+@pytest.mark.gpu
+def test_another_width_in_between_changes_nothing():
+    first, other = (problem(RAGGED, dims).cast(torch.bfloat16) for dims in ((64, 64), (32, 32)))
+    before, _, after = (results(given, ON_GPU) for given in (first, other, first))
+    harness.assert_equal(before, after)
 
 
 class Model(torch.nn.Module):
@@ -177,26 +259,21 @@ BATCHES = [[(5, 2), (30, 3), (0, 1), (7, 0)], [(2, 0), (1, 3)], [(40, 1), (0, 0)
 
 
 def given_to(shapes, delta=False):
-    layout, leaves = problem(shapes, contextual=1, dtype=torch.float32, delta=delta)
-    beta = [] if delta else [None]
+    """The problem, its leaves, and the arguments of the model."""
+    made = problem(shapes, delta=delta).cast(torch.float32)
+    leaves = [tensor.requires_grad_() for tensor in made.tensors.values()]
+    layout, beta = made.options["layout"], [] if delta else [None]
     steps, targets = torch.empty(max(layout.max_len - 2, 0)), torch.empty(layout.total_targets)
-    facts = (layout.lengths, layout.num_targets, steps, targets)
-    return layout, leaves, (*leaves.values(), *beta, *facts)
+    return made, leaves, (*leaves, *beta, layout.lengths, layout.num_targets, steps, targets)
 
 
 def test_one_compiled_graph_for_all_sizes():
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(Model(), backend=counter, fullgraph=True, dynamic=True)
     for shapes in BATCHES:
-        layout, leaves, arguments = given_to(shapes)
-        wanted = linear_attention(layout=layout, **leaves)
-        cotangents = [torch.randn_like(one) for one in wanted]
-        both = [
-            torch.autograd.grad(made, list(leaves.values()), cotangents)
-            for made in (compiled(*arguments), tuple(wanted))
-        ]
-        for got, want in zip(*both, strict=True):
-            torch.testing.assert_close(got, want)
+        made, leaves, arguments = given_to(shapes)
+        outs = compiled(*arguments), attend(**made.tensors, **made.options)
+        torch.testing.assert_close(*(gradients(out, leaves) for out in outs))
     assert counter.frame_count == 1
 
 
@@ -215,12 +292,12 @@ def test_an_exported_graph_needs_no_op_of_ours_and_serves_all_sizes(delta):
                 torch.testing.assert_close(got, want)
 
 
-def test_the_library_op():
-    layout, leaves = problem([(20, 2), (0, 0)], contextual=1, dtype=torch.float32, delta=True)
-    facts = (layout.lengths, layout.offsets, layout.num_targets, 1, layout.max_len, 0.5)
-    order = ("q", "k", "v", "log_decay", "beta", "initial_state")
-    for beta in (leaves["beta"], None):
-        arguments = [(leaves | {"beta": beta})[name] for name in order]
+def test_the_library_op_of_the_reference():
+    for delta in (False, True):
+        given = problem([(20, 2), (0, 0)], delta=delta).cast(torch.float32)
+        layout, tensors = given.options["layout"], given.tensors
+        facts = (layout.lengths, layout.offsets, layout.num_targets, 1, layout.max_len, 0.5)
+        arguments = [tensors[name].requires_grad_() if name in tensors else None for name in Inputs._fields]
         torch.library.opcheck(reference.linear_attention_op, (*arguments, *facts))
 
 
@@ -247,20 +324,13 @@ WRONG = [
     ),
     ({"beta": Q}, ValueError, r"beta must have shape \(5, 2\), got \(5, 2, 3\)"),
     ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
-    (
-        {"backend": "sm90"},
-        ValueError,
-        "linear_attention has no backend 'sm90'; it has auto, triton, reference",
-    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_wrong_arguments_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        linear_attention(**{**RIGHT, "layout": SequenceLayout(torch.tensor([5])), **changes})
+def arguments(**changes):
+    return {**RIGHT, "layout": SequenceLayout(torch.tensor([5])), **changes}
 
 
-def test_explain_answers_for_it():
-    layout = SequenceLayout(torch.tensor([5]))
-    assert dict(explain("linear_attention", **RIGHT, layout=layout).rows)["reference"].ok
+test_wrong_arguments_are_named = harness.refused(linear_attention, arguments, WRONG)
+
+test_in_the_interpreter = harness.interpreter_test(__file__)

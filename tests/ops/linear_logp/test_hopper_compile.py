@@ -4,26 +4,16 @@ memory, and that exponentials stand in the shadow of the products.
 All widths with `--slow`. Skips without Triton.
 """
 
-import os
-import re
-
 import pytest
 
-from recsys import environment
+from tests.tools.assembled import assemble, needs_gluon, opcodes
 
-triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the kernels are written in the Gluon of Triton 3.6", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+pytestmark = needs_gluon
 
 from recsys.ops.linear_logp import hopper_kernels, hopper_ops, hopper_wide  # noqa: E402
-from tests.ops.hstu_attention.test_hopper_compile import product_loops  # noqa: E402
-from tests.tools.assembled import SHARED_MEMORY, assemble  # noqa: E402
 
 SPILLED = 64
-"""Bytes that may spill: numbers of a tile, far from the loops over blocks."""
 
 FLOATS = ("scale", "maximum", "total", "top", "sign", "of_target", "grad_scale")
 OTHERS = {"rows": "*i32", "marks": "*u8"}
@@ -36,18 +26,11 @@ def assembled(function, constants, boxes, folder):
     constants = constants | {"num_warps": hopper_ops.WARPS}
     shapes = {name: (1, 1, *shape) for name, shape in boxes.items() if name in function.arg_names}
     found = assemble(function, types, constants, folder, other="i32", boxes=shapes)
-    return found, product_loops(found.sass)
+    return found, found.product_loops
 
 
-def check_resources(found, sizes, spilled_bytes=SPILLED):
-    assert found.shared <= SHARED_MEMORY
-    assert "serializ" not in found.report, found.report
-    assert (sizes.strips * sizes.computing_registers + sizes.loading_registers) * 128 <= 65536
-    if (
-        environment.version_numbers(environment.tool_version(environment.find_ptxas()))
-        >= environment.MINIMAL_PTXAS
-    ):
-        assert found.spills <= spilled_bytes, found.report
+def check_resources(found, sizes, spilled=SPILLED):
+    found.check_resources(sizes.strips * sizes.computing_registers + sizes.loading_registers, spilled)
 
 
 def widths(table, usual):
@@ -79,7 +62,7 @@ def test_the_gradients(width, of_weight, with_scale, tmp_path):
     check_resources(found, sizes, 5 * SPILLED if with_scale else SPILLED)
     assert len(loops) == sizes.strips
     for loop in loops if width < 256 else []:  # there the assembler sinks them; the other strip's overlap
-        check_shadow([re.sub(r"^@!?U?P\w+ ", "", line).split()[0] for line in loop], width, sizes.others)
+        check_shadow(opcodes(loop), width, sizes.others)
 
 
 def check_shadow(names, width, others):

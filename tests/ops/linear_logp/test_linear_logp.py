@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recsys import protos as pb
 from recsys.modules.losses.softmax import IGNORED as NO_TARGET
 from recsys.modules.losses.softmax import SoftmaxLoss
-from recsys.ops import explain, last_backend, linear_logp, linear_lse
+from recsys.ops import last_backend, linear_logp, linear_lse
 from recsys.ops.linear_logp import OP, norms_of, reference
 from recsys.ops.linear_logp.recompute import SHORTEST
 from tests.ops import harness
@@ -288,20 +288,6 @@ def test_the_library_ops(full, monkeypatch):
 
 
 @interpreted
-def test_auto_stays_with_the_reference_on_a_cpu_and_wide_rows_are_refused():
-    def answer(width, dtype):
-        given = problem(2, 3, width).cast(dtype)
-        return dict(explain("linear_logp", **given.tensors, **given.options).rows)["triton"]
-
-    given = problem(2, 3, 4).cast(torch.float32)
-    linear_logp(**given.tensors, **given.options)
-    assert last_backend("linear_logp") == "reference"
-    for dtype, width in ((torch.float32, 128), (torch.float16, 512)):
-        assert answer(width, dtype).ok
-        assert f"takes up to {width}" in answer(width + 1, dtype).reason
-
-
-@interpreted
 @pytest.mark.parametrize("stride", [20, 24])
 def test_gradients_of_rows_through_their_unit_forms(stride):
     """With a row that is divided by a constant, and columns behind the last that count for nothing."""
@@ -388,21 +374,6 @@ def test_wrong_targets_are_nan_and_write_nothing(runner):
     harness.assert_equal(found, right)
 
 
-@on_gpus
-def test_the_same_bits_each_time_for_all_sizes_and_one_artefact(runner):
-    from recsys.ops.linear_logp import triton_kernels, triton_rows
-
-    sizes = [(1, 3), (7, 512), (512, 4097), (2048, 100), (4097, 7)]
-    kernels = [triton_kernels.forward_kernel, triton_kernels.backward_kernel]
-    kernels += [triton_rows.finish_kernel, triton_rows.upstream_kernel]
-    harness.assert_same_bits_of_one_artefact([plain(*size, 128) for size in sizes], runner, *kernels)
-
-
-@on_gpus
-def test_nothing_waits_for_the_device(runner):
-    harness.assert_nothing_waits(plain(500, 900), runner)
-
-
 @pytest.mark.gpu
 def test_memory_is_that_of_the_inputs():
     """Scores of 2048 x 200,000 would be 780 MiB in bfloat16."""
@@ -416,9 +387,3 @@ def test_memory_is_that_of_the_inputs():
     linear_logp(hidden, weight, target, backend="triton").logp.sum().backward()
     beyond = torch.cuda.max_memory_allocated() - before - weight.grad.numel() * 2
     assert beyond < 64 * 2**20
-
-
-@pytest.mark.gpu
-def test_a_compiled_graph_serves_all_sizes():
-    problems = [plain(*size) for size in ((50, 900), (9, 40), (3000, 333))]
-    harness.assert_compiles_once(problems, ON_GPU, close=2e-2)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from recsys.ops import explain, last_backend, norm_linear
+from recsys.ops import norm_linear
 from tests.ops import harness
 from tests.ops.harness import Problem, Runner, assert_is, assert_near, normal, runners
 from tests.tools.interpreter import INTERPRETED, interpreted
@@ -98,15 +98,10 @@ WRONG = [
     ({"widths": [9, 0]}, ValueError, r"widths must be positive numbers, got \[9, 0\]"),
     ({"eps": 0.0}, ValueError, "eps must be positive"),
     ({"dtype": torch.int32}, TypeError, "dtype must be a floating point type, got torch.int32"),
-    ({"backend": "cuda"}, ValueError, "norm_linear has no backend 'cuda'"),
 ]
 
 
 test_wrong_arguments_are_named = harness.refused(norm_linear, arguments, WRONG)
-
-
-def test_explain_answers_for_it():
-    assert dict(explain("norm_linear", **arguments()).rows)["reference"].ok
 
 
 # --- the kernels ------------------------------------------------------------------------------------------
@@ -200,33 +195,6 @@ def test_without_gradients_the_same_numbers_and_no_buffer(autocast):
             again = norm_linear(*given, WIDTHS, dtype=torch.float16, backend="triton")
     assert found.grad_buffer is not None and again.grad_buffer is None and again.x is given[0]
     harness.assert_equal(found.parts, again.parts)
-
-
-@interpreted
-def test_auto_stays_with_the_reference_on_a_cpu_and_wide_rows_are_refused():
-    given = [tensor.detach().float() for tensor in inputs(2)]
-    norm_linear(*given, WIDTHS)
-    assert last_backend("norm_linear") == "reference"
-    assert dict(explain("norm_linear", *given, WIDTHS).rows)["triton"].ok
-    wide = [tensor.detach().float() for tensor in inputs(1, 4100)]
-    assert "takes up to 4096" in dict(explain("norm_linear", *wide, WIDTHS).rows)["triton"].reason
-
-
-@pytest.mark.gpu
-def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
-    from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
-    from recsys.ops.runtime.column_sums import sums_kernel
-
-    options = {"widths": (256, 256), "product": torch.bfloat16}
-    given = [problem(rows, 256, torch.bfloat16, **options) for rows in (1, 7, 512, 2048, 4097)]
-    kernels = (forward_kernel, backward_kernel, sums_kernel)
-    harness.assert_same_bits_of_one_artefact(given, ON_GPU, *kernels)
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_device():
-    given = problem(500, 128, torch.float32, widths=(64, 64), product=torch.bfloat16)
-    harness.assert_nothing_waits(given, ON_GPU)
 
 
 test_in_the_interpreter = harness.interpreter_test(__file__)

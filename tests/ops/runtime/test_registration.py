@@ -1,5 +1,6 @@
 """The registration helper, with ops made up for it, in every way in which an op is called."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
+import recsys.ops
 from recsys.ops.runtime import registration
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -157,3 +159,20 @@ def test_nobody_registers_an_op_elsewhere():
     ways = re.compile(r"\b(triton_op|custom_op|register_autograd|register_fake|library\.(define|impl))\b")
     users = {path for path in (ROOT / "recsys").rglob("*.py") if ways.search(path.read_text())}
     assert users == {ROOT / "recsys" / "ops" / "runtime" / "registration.py"}
+
+
+def test_a_function_takes_at_most_eight_parameters():
+    """But for kernels, and for what users call by name with the function that checks its arguments."""
+    for path in (ROOT / "recsys" / "ops").rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or "jit" in map_names(function.decorator_list):
+                continue
+            given = function.args
+            count = len([*given.posonlyargs, *given.args, *given.kwonlyargs]) - (function.name == "forward")
+            public = hasattr(recsys.ops, function.name) or function.name == "linear_logp_sharded"
+            assert count <= 8 or public or function.name.endswith("_facts"), f"{path}: {function.name}"
+
+
+def map_names(decorators: list[ast.expr]) -> set[str]:
+    """The attributes that decorators name, such as jit of triton.jit."""
+    return {node.attr for one in decorators for node in ast.walk(one) if isinstance(node, ast.Attribute)}

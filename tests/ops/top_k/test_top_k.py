@@ -255,20 +255,6 @@ def test_a_backend_that_cannot_run_says_why():
 
 
 @interpreted
-def test_auto_stays_with_the_reference_on_a_cpu_and_what_is_too_large_is_refused():
-    problem = whole_numbers(2, 3, 4, 0)
-    top_k(**problem.arguments(1))
-    assert last_backend("top_k") == "reference"
-
-    def reason(problem, k):
-        return dict(explain("top_k", **problem.arguments(k)).rows)["triton"].reason
-
-    assert reason(problem, 256) == "" and reason(whole_numbers(2, 3, 512, 0), 1) == ""
-    assert "it finds up to 256" in reason(problem, 257)
-    assert "it takes 1 to 512" in reason(whole_numbers(2, 3, 513, 0), 1)
-
-
-@interpreted
 @pytest.mark.parametrize("queries", [1, 300, 4096])
 @pytest.mark.parametrize("num_items", [1, 127, 128, 10_000_000, 2**32 - 1])
 @pytest.mark.parametrize("item_bytes", [0, 256])

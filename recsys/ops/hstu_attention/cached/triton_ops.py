@@ -7,6 +7,8 @@ ones. Everything else is as in the forward of `hstu_attention`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from torch.library import wrap_triton
 
 from recsys.ops.hstu_attention.bias.kernels import load_times
 from recsys.ops.hstu_attention.bias.launch import LARGEST_BLOCK, bias_arguments, cached_times
-from recsys.ops.hstu_attention.problem import CachedProblem
+from recsys.ops.hstu_attention.problem import CachedProblem, mask_fields
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from recsys.ops.hstu_attention.triton.forward import add_blocks
 from recsys.ops.hstu_attention.triton.launch import (
@@ -48,7 +50,7 @@ from recsys.ops.hstu_attention.work_list.item import (
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
-from recsys.ops.runtime.registration import traceable_op
+from recsys.ops.runtime.registration import flat_signature, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -118,83 +120,72 @@ def num_parts(problem: CachedProblem, blocks: Blocks, num_heads: int, device: to
     return 1 << max(limit, 1).bit_length() - 1
 
 
+class FlatCachedProblem(NamedTuple):
+    """A problem and the cache as the library op takes them."""
+
+    cache_k: Tensor
+    cache_v: Tensor
+    lengths: Tensor
+    offsets: Tensor
+    num_targets: Tensor
+    cache_lengths: Tensor
+    cache_offsets: Tensor
+    position_table: Tensor | None
+    time_table: Tensor | None
+    timestamps: Tensor | None
+    next_timestamps: Tensor | None
+    cache_timestamps: Tensor | None
+    num_contextual: int
+    window: int | None
+    prefix: int
+    target_window: bool
+    target_group_size: int
+    contextual_reads_history: bool
+    alpha: float
+    scale_len: float
+
+    def rebuilt(self, total_len: int) -> CachedProblem:
+        """Returns the problem for `total_len` new tokens."""
+        cached = self.cache_k.shape[0]  # the numbers of rows are upper bounds of the longest sample, too
+        layout = SequenceLayout.trusted(
+            self.lengths, self.offsets, self.num_targets, 0, total_len, total_len, total_len
+        )
+        no_targets = torch.zeros_like(self.cache_lengths)
+        cache_layout = SequenceLayout.trusted(
+            self.cache_lengths, self.cache_offsets, no_targets, self.num_contextual, cached, cached, 0
+        )
+        mask = AttentionMask(*mask_fields(self))
+        bias = None
+        if self.position_table is not None and self.time_table is not None:
+            if self.timestamps is None or self.next_timestamps is None or self.cache_timestamps is None:
+                raise ValueError("bias tables without timestamps, next_timestamps and cache_timestamps")
+            times = (self.timestamps, self.next_timestamps, self.cache_timestamps)
+            bias = CachedRelativeBias(self.position_table, self.time_table, *times)
+        return CachedProblem(layout, mask, self.alpha, self.scale_len, bias, cache_layout=cache_layout)
+
+
 def call_op(
     q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem
 ) -> Tensor:
     """Call the library op, for traced graphs."""
-    layout, cache_layout, mask, bias = problem.layout, problem.cache_layout, problem.mask, problem.bias
-    tables = (None,) * 5
+    layout, cache_layout, bias = problem.layout, problem.cache_layout, problem.bias
+    times = (None, None, None)
     if bias is not None:
-        tables = (
-            bias.position_table,
-            bias.time_table,
-            bias.timestamps,
-            bias.next_timestamps,
-            bias.cache_timestamps,
-        )
+        times = (bias.timestamps, bias.next_timestamps, bias.cache_timestamps)
     return hstu_attention_cached_triton(
-        q,
-        k,
-        v,
-        cache_k,
-        cache_v,
-        layout.lengths,
-        layout.offsets,
-        layout.num_targets,
-        cache_layout.lengths,
-        cache_layout.offsets,
-        *tables,
-        cache_layout.num_contextual,
-        mask.window,
-        mask.prefix,
-        mask.target_window,
-        mask.target_group_size,
-        mask.contextual_reads_history,
-        problem.alpha,
-        problem.scale_len,
+        *(q, k, v, cache_k, cache_v),
+        *(layout.lengths, layout.offsets, layout.num_targets),
+        *(cache_layout.lengths, cache_layout.offsets, *problem.tables, *times, cache_layout.num_contextual),
+        *(*mask_fields(problem.mask), problem.alpha, problem.scale_len),
     )
 
 
 @traceable_op("hstu_attention_cached_triton")
-def hstu_attention_cached_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    cache_lengths: Tensor,
-    cache_offsets: Tensor,
-    position_table: Tensor | None,
-    time_table: Tensor | None,
-    timestamps: Tensor | None,
-    next_timestamps: Tensor | None,
-    cache_timestamps: Tensor | None,
-    num_contextual: int,
-    window: int | None,
-    prefix: int,
-    target_window: bool,
-    target_group_size: int,
-    contextual_reads_history: bool,
-    alpha: float,
-    scale_len: float,
-) -> Tensor:
-    """Compute `hstu_attention_cached` with its layouts, mask and bias passed as flat arguments."""
-    total, cached = q.shape[0], cache_k.shape[0]  # upper bounds of the longest sample, too
-    layout = SequenceLayout.trusted(lengths, offsets, num_targets, 0, total, total, total)
-    cache_layout = SequenceLayout.trusted(
-        cache_lengths, cache_offsets, torch.zeros_like(cache_lengths), num_contextual, cached, cached, 0
-    )
-    mask = AttentionMask(window, prefix, target_window, target_group_size, contextual_reads_history)
-    bias = None
-    if position_table is not None and time_table is not None:
-        if timestamps is None or next_timestamps is None or cache_timestamps is None:
-            raise ValueError("bias tables without timestamps, next_timestamps and cache_timestamps")
-        bias = CachedRelativeBias(position_table, time_table, timestamps, next_timestamps, cache_timestamps)
-    problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout=cache_layout)
-    return forward(q, k, v, cache_k, cache_v, problem, wrap_triton)
+@flat_signature(dict.fromkeys(("q", "k", "v"), Tensor), FlatCachedProblem, returns=Tensor)
+def hstu_attention_cached_triton(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor:
+    """Compute `hstu_attention_cached` with the cache, its layouts, mask and bias passed as flat arguments."""
+    given = FlatCachedProblem(*flat)
+    return forward(q, k, v, given.cache_k, given.cache_v, given.rebuilt(q.shape[0]), wrap_triton)
 
 
 @triton.jit(

@@ -12,13 +12,12 @@ from torch import Tensor
 from recsys.ops.hstu_attention.hopper import launch, two_pass
 from recsys.ops.hstu_attention.problem import (
     NUM_FLAT_TENSORS,
+    FlatProblem,
     Gradients,
     Problem,
-    flat_signature,
     flattened,
-    rebuilt,
 )
-from recsys.ops.runtime.registration import differentiable, opaque_op, saving
+from recsys.ops.runtime.registration import differentiable, flat_signature, opaque_op, saving
 
 ONE_PASS_ABOVE = {64: (240, 120), 128: (512, 400)}
 """Visible keys per row above which gradients come in one pass, as `launch.average_visible_keys` estimates
@@ -87,16 +86,19 @@ def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     return hstu_attention_sm90(q, k, v, *flattened(problem))
 
 
-@flat_signature("q", "k", "v", returns=Tensor)
+@flat_signature(dict.fromkeys(("q", "k", "v"), Tensor), FlatProblem, returns=Tensor)
 def _run(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor:
-    return launch.forward(q, k, v, rebuilt(q.shape[0], *flat))
+    return launch.forward(q, k, v, FlatProblem(*flat).rebuilt(q.shape[0]))
 
 
-@flat_signature("grad_out", "q", "k", "v", returns=tuple[Tensor, Tensor, Tensor])
+@flat_signature(
+    dict.fromkeys(("grad_out", "q", "k", "v"), Tensor), FlatProblem, returns=tuple[Tensor, Tensor, Tensor]
+)
 def _run_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = _gradients(grad_out, q, k, v, rebuilt(q.shape[0], *flat), captured=True)
+    problem = FlatProblem(*flat).rebuilt(q.shape[0])
+    gradients = _gradients(grad_out, q, k, v, problem, captured=True)
     return gradients.q, gradients.k, gradients.v
 
 

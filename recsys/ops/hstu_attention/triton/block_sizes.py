@@ -28,15 +28,17 @@ class Blocks(NamedTuple):
     max_registers: int | None = None
 
 
+FORWARD_32 = {(64, 4): Blocks(32, 32, 8, 1), (128, 4): Blocks(32, 16, 8, 1), (256, 4): Blocks(16, 16, 8, 1)}
+BACKWARD_32 = FORWARD_32 | {(128, 4): Blocks(16, 16, 8, 1)}
+"""Sizes in float32, as in `BLOCKS`."""
+
 BLOCKS = {
     # (kernel, biased): {(head width in columns, bytes per element): sizes}
     ("forward", False): {
         (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(128, 64, 8, 3),
         (256, 2): Blocks(128, 32, 8, 3),
-        (64, 4): Blocks(32, 32, 8, 1),
-        (128, 4): Blocks(32, 16, 8, 1),
-        (256, 4): Blocks(16, 16, 8, 1),
+        **FORWARD_32,
     },
     # forward kernel with tensor descriptors
     ("described", False): {
@@ -48,9 +50,7 @@ BLOCKS = {
         (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(128, 32, 8, 3),
         (256, 2): Blocks(64, 32, 8, 2),
-        (64, 4): Blocks(32, 32, 8, 1),
-        (128, 4): Blocks(32, 16, 8, 1),
-        (256, 4): Blocks(16, 16, 8, 1),
+        **FORWARD_32,
     },
     # The packed kernels have 16 rows per warp (`keys` and `sums`: 16 keys). `described` and `rows` load by
     # descriptors, `any_rows` without them; `sums` is `keys` with the sums of the tables.
@@ -65,32 +65,24 @@ BLOCKS = {
         (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(64, 64, 4, 3),
         (256, 2): Blocks(64, 32, 8, 3),
-        (64, 4): Blocks(32, 32, 8, 1),
-        (128, 4): Blocks(32, 16, 8, 1),
-        (256, 4): Blocks(16, 16, 8, 1),
+        **FORWARD_32,
     },
     ("split", True): {
         (64, 2): Blocks(64, 32, 4, 3),
         (128, 2): Blocks(64, 32, 8, 3),
         (256, 2): Blocks(32, 32, 8, 2),
-        (64, 4): Blocks(32, 32, 8, 1),
-        (128, 4): Blocks(32, 16, 8, 1),
-        (256, 4): Blocks(16, 16, 8, 1),
+        **FORWARD_32,
     },
     ("keys", False): {
         (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(64, 128, 8, 3),
-        (64, 4): Blocks(32, 32, 8, 1),
-        (128, 4): Blocks(16, 16, 8, 1),
-        (256, 4): Blocks(16, 16, 8, 1),
+        **BACKWARD_32,
     },
     ("keys", True): {
         (64, 2): Blocks(32, 64, 4, 3),
         (128, 2): Blocks(16, 64, 8, 2),
         (256, 2): Blocks(32, 32, 8, 1),
-        (64, 4): Blocks(32, 32, 8, 1),
-        (128, 4): Blocks(16, 16, 8, 1),
-        (256, 4): Blocks(16, 16, 8, 1),
+        **BACKWARD_32,
     },
     ("grad_k", False): {(256, 2): Blocks(32, 128, 8, 2)},
     ("grad_v", False): {(256, 2): Blocks(32, 128, 8, 3)},
@@ -98,17 +90,13 @@ BLOCKS = {
         (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(128, 64, 8, 3),
         (256, 2): Blocks(128, 32, 8, 2),
-        (64, 4): Blocks(32, 32, 8, 1),
-        (128, 4): Blocks(16, 16, 8, 1),
-        (256, 4): Blocks(16, 16, 8, 1),
+        **BACKWARD_32,
     },
     ("rows", True): {
         (64, 2): Blocks(64, 64, 4, 2),
         (128, 2): Blocks(32, 32, 4, 1),
         (256, 2): Blocks(32, 32, 8, 1),
-        (64, 4): Blocks(32, 32, 8, 1),
-        (128, 4): Blocks(16, 16, 8, 1),
-        (256, 4): Blocks(16, 16, 8, 1),
+        **BACKWARD_32,
     },
     # In 16 bits, 16 rows per warp: each sum is then in one thread, as the kernel assumes. Heads of 64: the
     # faster on an H200 of the two sizes that do not spill with any mask.

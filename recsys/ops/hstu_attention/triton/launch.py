@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,13 +71,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
     for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
         arguments = [
             *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
-            out,
-            part,
-            part.shape[0],
-            num_heads,
-            *strides(q, k, v),
-            *scalars(problem),
-            *of_bias,
+            *(out, part, part.shape[0], num_heads, *strides(q, k, v), *scalars(problem), *of_bias),
         ]
         _launch(forward_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
     return out
@@ -105,35 +99,37 @@ def backward(
         return out._replace(
             position_table=torch.zeros_like(bias.position_table), time_table=torch.zeros_like(bias.time_table)
         )
-    q, k, v, grad_out = map(with_dense_rows, (q, k, v, grad_out))
+    given = _Given(*map(with_dense_rows, (q, k, v, grad_out)))
     fused = bias is not None and not problem.deterministic and _is_packed("sums", q, v, problem, wrap)
-    if bias is not None and fused and can_describe(wrap, q, k, v, grad_out) and not missing_for_hopper():
-        return load(AT_ONCE).backward(q, k, v, grad_out, out, problem, bias)
+    if bias is not None and fused and can_describe(wrap, *given) and not missing_for_hopper():
+        return load(AT_ONCE).backward(*given, out, problem, bias)
     sums = zero_sums(q, problem.layout.max_len, bias) if bias is not None and fused else None
     for kernel in keys_kernels(q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None):
-        _launch_keys(kernel, q, k, v, grad_out, out, problem, sums, wrap)
-    _launch_rows(q, k, v, grad_out, out, problem, wrap)
+        _launch_keys(kernel, given, out, problem, sums, wrap)
+    _launch_rows(given, out, problem, wrap)
     if bias is None:
         return out
     if sums is not None:
         position_table, time_table = finished(sums, problem.scale_len, bias)
     else:
-        position_table, time_table = _table_gradients(q, k, v, grad_out, problem, bias, wrap)
+        position_table, time_table = _table_gradients(given, problem, bias, wrap)
     return out._replace(position_table=position_table, time_table=time_table)
 
 
+class _Given(NamedTuple):
+    """The tensors that the kernels of backward read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+
+
 def _launch_keys(
-    kernel: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    out: Gradients,
-    problem: Problem,
-    sums: Sums | None,
-    wrap: Wrap,
+    kernel: str, given: _Given, out: Gradients, problem: Problem, sums: Sums | None, wrap: Wrap
 ) -> None:
     """Compute dK and dV, or one of the two (see `keys_kernels`), and add to `sums` unless it is None."""
+    q, k, v, grad_out = given
     packed = _is_packed(kernel, q, v, problem, wrap)
     sizes = "packed_sums" if sums is not None else f"packed_{kernel}" if packed else kernel
     blocks = blocks_for(sizes, q, v, problem)
@@ -152,29 +148,16 @@ def _launch_keys(
     for part, of_bias in parts_of(problem, items, blocks, wrap, packed, rows_first=False):
         arguments = [
             *operands(described, *shown),
-            out.k,
-            out.v,
-            part,
-            part.shape[0],
-            num_heads,
-            *strides(q, k, v, grad_out),
-            *scalars(problem),
-            *of_bias,
+            *(out.k, out.v, part, part.shape[0], num_heads),
+            *(*strides(*given), *scalars(problem), *of_bias),
             *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
         ]
         _launch(keys_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
-def _launch_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    out: Gradients,
-    problem: Problem,
-    wrap: Wrap,
-) -> None:
+def _launch_rows(given: _Given, out: Gradients, problem: Problem, wrap: Wrap) -> None:
     """Compute dQ."""
+    q, k, v, grad_out = given
     packed = _is_packed("rows", q, v, problem, wrap)
     described = packed and can_describe(wrap, q, k, v, grad_out)
     kernel = "packed_rows" if described else "packed_any_rows" if packed else "rows"
@@ -190,13 +173,7 @@ def _launch_rows(
     for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
         arguments = [
             *operands(described, *shown),
-            out.q,
-            part,
-            part.shape[0],
-            num_heads,
-            *strides(q, k, v, grad_out),
-            *scalars(problem),
-            *of_bias,
+            *(out.q, part, part.shape[0], num_heads, *strides(*given), *scalars(problem), *of_bias),
         ]
         _launch(rows_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
 
@@ -221,9 +198,10 @@ def _launch(
 
 
 def _table_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, problem: Problem, bias: RelativeBias, wrap: Wrap
+    given: _Given, problem: Problem, bias: RelativeBias, wrap: Wrap
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the position table and of the time table."""
+    q, k, v, grad_out = given
     blocks = blocks_for("tables", q, v, problem)
     num_heads = q.shape[1]
     workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(q.device) // num_heads)

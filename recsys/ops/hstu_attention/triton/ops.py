@@ -15,13 +15,12 @@ from torch.library import wrap_triton
 from recsys.ops.hstu_attention.problem import (
     FLAT_TABLES,
     NUM_FLAT_TENSORS,
+    FlatProblem,
     Problem,
-    flat_signature,
     flattened,
-    rebuilt,
 )
 from recsys.ops.hstu_attention.triton import launch
-from recsys.ops.runtime.registration import differentiable, saving, traceable_op
+from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
 
 
 class HstuAttention(torch.autograd.Function):
@@ -59,19 +58,19 @@ def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 
 
 @traceable_op("hstu_attention_triton")
-@flat_signature("q", "k", "v", returns=Tensor)
+@flat_signature(dict.fromkeys(("q", "k", "v"), Tensor), FlatProblem, returns=Tensor)
 def hstu_attention_triton(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor:
     """Compute `hstu_attention` for a flattened problem."""
-    return launch.forward(q, k, v, rebuilt(q.shape[0], *flat), wrap_triton)
+    return launch.forward(q, k, v, FlatProblem(*flat).rebuilt(q.shape[0]), wrap_triton)
 
 
 @traceable_op("hstu_attention_triton_backward")
-@flat_signature("grad_out", "q", "k", "v", returns=list[Tensor])
+@flat_signature(dict.fromkeys(("grad_out", "q", "k", "v"), Tensor), FlatProblem, returns=list[Tensor])
 def hstu_attention_triton_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *flat: Any
 ) -> list[Tensor]:
     """Compute the gradients of q, k and v, and of both tables if there are any."""
-    problem = rebuilt(q.shape[0], *flat)
+    problem = FlatProblem(*flat).rebuilt(q.shape[0])
     gradients = launch.backward(grad_out, q, k, v, problem, tables=problem.bias is not None, wrap=wrap_triton)
     return [gradient for gradient in gradients if gradient is not None]
 

@@ -10,7 +10,7 @@ from recsys.ops import AttentionMask, RelativeBias
 from recsys.ops.hstu_attention import Problem
 from tests.ops import harness
 from tests.ops.attention import BIAS, large
-from tests.tools.assembled import assembled, compile_to_ptx
+from tests.tools.assembled import assembled, compile_kernel, descriptor_type
 from tests.tools.interpreter import INTERPRETED, interpreted
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
@@ -87,35 +87,17 @@ test_the_kernel_in_the_emulator = harness.interpreter_test(__file__)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_programs_share_a_processor_and_no_product_waits(every, dtype, tmp_path):
     """Registers without spills, shared memory with that of the assembly, products under way at a time."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from recsys.ops.hstu_attention.bias.hopper_launch import BLOCKS, biased_kernel
     from tests.ops.hstu_attention import test_triton_compile as compiling
 
     constants = {"WINDOWED": every, "TARGET_WINDOW": False, "GROUPED": every, "CONTEXTUAL_READS": True}
     constants |= compiling.assemblies_of("packed_sums", BLOCKS)
     types = compiling.POINTERS | {"time_table": "i32", "near": "u8", "records": "i32"}
-    types |= {"grad_k": dtype, "grad_v": dtype}
-    signature = {}
-    for name in biased_kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_desc"):
-            kind, bits = ("fp32", 32) if name == "rows_desc" else (dtype, 16)
-            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=4)
-            signature[name] = f"tensordesc<{kind}[1,1,64,{DIM}],{layout!r}>"
-        elif name in types:
-            signature[name] = f"*{types[name]}"
-        else:
-            signature[name] = "fp32" if name in ("alpha", "inverse_scale") else "i32"
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(biased_kernel.arg_names)
-        if name.startswith("stride_") or signature[name].startswith("*")
-    }
-    source = GluonASTSource(biased_kernel, signature=signature, constexprs=constants, attrs=aligned)
-    made = compile_to_ptx(source, {"num_warps": 4}, tmp_path)
+    types = {name: f"*{kind}" for name, kind in (types | {"grad_k": dtype, "grad_v": dtype}).items()}
+    shown = [name for name in biased_kernel.arg_names if name.endswith("_desc")]
+    types |= dict.fromkeys(shown, descriptor_type(dtype, (1, 1, 64, DIM)))
+    types |= {"rows_desc": descriptor_type("fp32", (1, 1, 64, DIM)), "alpha": "fp32", "inverse_scale": "fp32"}
+    made = compile_kernel(biased_kernel, types, constants, tmp_path, other="i32")
     program = assembled(made, tmp_path)
     compiling.check_spills(program, DIM, 2)
     assert "serializ" not in program.report, program.report

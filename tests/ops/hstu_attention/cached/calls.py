@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops import RelativeBias, hstu_attention_cached
+from recsys.ops import RelativeBias, SequenceLayout, hstu_attention_cached
 from tests.ops import harness
-from tests.ops.attention import BIAS
+from tests.ops.attention import BIAS, CAUSAL, samples_of
 from tests.ops.cases import cut
 from tests.ops.harness import REFERENCE, Problem, Runner
-from tests.ops.oracle import Sample
 from tests.tools.interpreter import INTERPRETED, between_poison
 
 
@@ -30,11 +29,7 @@ def attend(q, k, v, *, layout, mask, parts, backend, **rest):
 
 def cached(given: Problem, num_cached: list[int]) -> Problem:
     """The same attention of new tokens only, behind `num_cached` events of each sample, or all."""
-    layout = given.options["layout"]
-    context = layout.num_contextual
-    sizes = zip(layout.lengths.tolist(), layout.num_targets.tolist(), strict=True)
-    batch = [Sample(context, length - context - targets, targets) for length, targets in sizes]
-    options = given.options | {"parts": cut(batch, num_cached)}
+    options = given.options | {"parts": cut(samples_of(given.options["layout"]), num_cached)}
     return Problem("hstu_attention_cached", attend, given.tensors, options)
 
 
@@ -61,3 +56,31 @@ def output(given: Problem, runner: Runner) -> Tensor:
     """The output without its history."""
     ((out,), _) = harness.call(given, runner)
     return out.detach()
+
+
+class Candidates:
+    """Candidates and what is cached of their users: parts of one projection, rows of NaN behind the cache."""
+
+    def __init__(
+        self, cached, targets, dim, dtype=torch.bfloat16, heads=4, contextual=0, seed=0, device="cuda"
+    ):
+        targets, cached = torch.tensor(targets), torch.tensor(cached)
+        self.layout = SequenceLayout(targets, targets).to(device)
+        self.cache_layout = SequenceLayout(cached, None, contextual).to(device)
+        joined = harness.normal(self.layout.total_len, 3 * heads * dim, seed=seed, dtype=dtype).to(device)
+        self.new = [part.view(-1, heads, dim) for part in joined.split(heads * dim, 1)]
+        total = self.cache_layout.total_len
+        room = harness.normal(2, total + 300, heads, dim, seed=seed + 1, dtype=dtype).to(device)
+        room[:, total:] = torch.nan
+        self.cache = [room[0, :total], room[1, :total]]
+
+    def attend(self, mask=CAUSAL, backend="sm90", dtype=None):
+        new, cache = ([t.to(dtype or t.dtype) for t in some] for some in (self.new, self.cache))
+        return hstu_attention_cached(
+            *new, self.layout, *cache, self.cache_layout, mask, scale_len=50, backend=backend
+        )
+
+    def assert_near(self, got, mask) -> None:
+        """Not further from float64 than twice the reference in the same type."""
+        exact = self.attend(mask, "reference", torch.float64)
+        harness.assert_as_near([got], [self.attend(mask, "reference")], [exact], floor=1e-3)

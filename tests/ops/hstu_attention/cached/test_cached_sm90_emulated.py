@@ -1,15 +1,13 @@
 """The logic of the Hopper kernel of candidates on a CPU, by an emulator: barriers, buffers, who sees whom."""
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops import AttentionMask, SequenceLayout
+from recsys.ops import AttentionMask
 from recsys.ops.hstu_attention.cached import hopper_launch as cached_hopper_launch
-from recsys.ops.hstu_attention.cached import reference
 from recsys.ops.hstu_attention.problem import CachedProblem
-from tests.ops import harness
+from tests.ops.hstu_attention.cached.calls import Candidates
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -17,22 +15,9 @@ SIZES = [*cached_hopper_launch.SIZES.items(), *cached_hopper_launch.LARGE_SIZES.
 
 
 def check(cached, targets, mask, dim=64, heads=2, contextual=0, sizes=None):
-    """Not further from float64 than twice the reference in bfloat16."""
-    targets, cached = torch.tensor(targets), torch.tensor(cached)
-    layout, cache_layout = SequenceLayout(targets, targets), SequenceLayout(cached, None, contextual)
-    generator = torch.Generator().manual_seed(0)
-    new = torch.randn(layout.total_len, 3 * heads * dim, generator=generator).to(torch.bfloat16)
-    q, k, v = (part.view(-1, heads, dim) for part in new.split(heads * dim, 1))
-    room = torch.randn(2, cache_layout.total_len + 9, heads, dim, generator=generator).to(torch.bfloat16)
-    room[:, cache_layout.total_len :] = float("nan")
-    cache_k, cache_v = room[:, : cache_layout.total_len]
-    problem = CachedProblem(layout, mask, dim**-0.5, 50.0, None, cache_layout=cache_layout)
-    got = cached_hopper_launch.forward(q, k, v, cache_k, cache_v, problem, sizes)
-    theirs, exact = (
-        reference.run(*(t.to(dtype) for t in (q, k, v, cache_k, cache_v)), problem)
-        for dtype in (torch.bfloat16, torch.float64)
-    )
-    harness.assert_as_near([got], [theirs], [exact], floor=1e-3)
+    case = Candidates(cached, targets, dim, heads=heads, contextual=contextual, device="cpu")
+    problem = CachedProblem(case.layout, mask, dim**-0.5, 50.0, None, cache_layout=case.cache_layout)
+    case.assert_near(cached_hopper_launch.forward(*case.new, *case.cache, problem, sizes), mask)
 
 
 @pytest.mark.parametrize(("dim", "sizes"), [SIZES[0], SIZES[2]])

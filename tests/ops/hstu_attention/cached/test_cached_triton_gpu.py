@@ -123,23 +123,3 @@ def test_one_graph_for_all_sizes(how):
             made = exported(model, batches[0]).module()
         for batch in batches:
             torch.testing.assert_close(made(*batch), model(*batch))
-
-
-def test_the_library_op():
-    from recsys.ops.hstu_attention.cached.triton_ops import hstu_attention_cached_triton
-
-    arguments, bias = split(*case([(40, 3, 9), (0, 0, 0), (7, 0, 30)], 1, (64, 32), torch.bfloat16, 2))
-    q, k, v, layout, cache_k, cache_v, kept = arguments
-    lengths = (
-        layout.lengths,
-        layout.offsets,
-        layout.num_targets,
-        kept.lengths,
-        kept.offsets,
-    )
-    of_bias = (bias.position_table, bias.time_table, bias.timestamps, bias.next_timestamps)
-    for more in ((*of_bias, bias.cache_timestamps), (None,) * 5):
-        torch.library.opcheck(
-            hstu_attention_cached_triton,
-            (q, k, v, cache_k, cache_v, *lengths, *more, 1, 3, 2, False, 2, True, 0.5, 8.0),
-        )

@@ -9,10 +9,8 @@ from recsys.ops import (
     AttentionMask,
     RelativeBias,
     SequenceLayout,
-    explain,
     hstu_attention,
     hstu_attention_cached,
-    last_backend,
 )
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from recsys.ops.jagged import padding
@@ -229,15 +227,6 @@ def test_the_library_op_in_the_interpreter(monkeypatch):
                 (*arguments, *more, 1, 3, 2, False, 2, True, 0.5, 8.0),
                 test_utils=("test_schema", "test_faketensor"),
             )
-
-
-@interpreted
-def test_auto_stays_with_the_reference_on_a_cpu():
-    parts = cut(samples(0, [(3, 1)]), [2])
-    arguments = parts.arguments(*(tensor.detach().float() for tensor in qkv(4)))
-    hstu_attention_cached(*arguments, scale_len=1)
-    assert last_backend("hstu_attention_cached") == "reference"
-    assert dict(explain("hstu_attention_cached", *arguments, scale_len=1).rows)["triton"].ok
 
 
 test_the_kernel_in_the_interpreter = harness.interpreter_test(__file__)

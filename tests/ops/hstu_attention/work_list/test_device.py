@@ -7,20 +7,10 @@ import torch
 
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.work_list import reference
-from recsys.ops.hstu_attention.work_list.columns import NUM_CACHED_COLUMNS, NUM_COLUMNS
 from tests.ops.harness import interpreter_test
-from tests.tools.assembled import assemble
-from tests.tools.interpreter import INTERPRETED, interpreted
+from tests.tools.interpreter import interpreted
 
-ORDERINGS = [
-    {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "COMPARED": 256}
-    for columns, padded in ((NUM_COLUMNS, 16), (NUM_CACHED_COLUMNS, 32))
-]
 TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
-FLAGS = [(True, True, 128, 128), (False, True, 192, 64), (False, False, 128, 64)]
-OTHER_FLAGS = [(True, False, 128, 128), (False, True, 128, 128), (False, False, 128, 128)]
-OTHER_FLAGS += [(False, True, 128, 64), (False, False, 192, 64)]
-FLAGS += [pytest.param(*flags, marks=pytest.mark.slow) for flags in OTHER_FLAGS]
 
 
 @pytest.fixture
@@ -131,44 +121,6 @@ def test_a_long_list_is_sorted(few_lanes, monkeypatch):
 
 
 test_the_kernel_in_the_interpreter = interpreter_test(__file__)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize(("keys", "window", "tile", "strip"), FLAGS)
-def test_it_fits_into_the_registers(keys, window, tile, strip, tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from recsys.ops.hstu_attention.work_list.device import items_kernel
-
-    constants = {"KEYS": keys, "TILE": tile, "STRIP": strip, "BLOCK": 64, "WINDOWED": window}
-    constants |= {
-        "SECTIONED": not window,
-        "TARGET_WINDOW": window,
-        "CONTEXTUAL_READS": True,
-        "TAIL": window,
-        "LANES": 128,
-        "SAMPLES": 32,
-    }
-    assert assemble(items_kernel, {}, constants, tmp_path).spills == 0
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize("constants", ORDERINGS, ids=lambda constants: f"{constants['COLUMNS']} columns")
-def test_sorting_fits_into_the_registers(constants, tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from recsys.ops.hstu_attention.work_list.device import order_kernel
-
-    assert assemble(order_kernel, {}, constants, tmp_path).spills == 0
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize("window", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_kernel_for_candidates_fits_into_the_registers(window, tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from recsys.ops.hstu_attention.work_list.device import cached_items_kernel
-
-    constants = {"TILE": 128, "BLOCK": 64, "WINDOWED": window, "TARGET_WINDOW": window}
-    constants |= {"CONTEXTUAL_READS": True, "LANES": 64, "SAMPLES": 32}
-    assert assemble(cached_items_kernel, {}, constants, tmp_path).spills == 0
 
 
 @pytest.mark.gpu

@@ -1,0 +1,396 @@
+"""Launches the kernels of `linear_attention`: sizes, the problem as kernels read it, and the two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.linear_attention.chunks import ChunkTable
+from recsys.ops.linear_attention.triton_chunks import (
+    decay_sums_kernel,
+    gradients_kernel,
+    out_kernel,
+    prepare_kernel,
+)
+from recsys.ops.linear_attention.triton_scan import combine_kernel, state_gradients_kernel, states_kernel
+from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.triton_support import num_processors
+
+CHUNK = 64
+"""Tokens per chunk, a power of two and at least 16."""
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Samples are cut into segments until this many programs carry states at the same time. With the delta rule a
+segment multiplies the state by a full matrix, so there each sample is one segment."""
+
+SHORTEST_SEGMENT = 8
+"""Fewest chunks per segment, because each segment is processed twice."""
+
+FEWEST_COLUMNS = 16
+"""Fewest state columns per program, which is the fewest that a matrix product takes."""
+
+SCAN_LAUNCH = {"num_warps": 4, "num_stages": 3}
+WIDE_SCAN_LAUNCH = {"num_warps": 4, "num_stages": 1}
+OUT_LAUNCH = {"num_warps": 4, "num_stages": 2}
+PREPARE_LAUNCH = {"num_warps": 4, "num_stages": 1}
+GRADIENTS_LAUNCH = {"num_warps": 8, "num_stages": 1}
+"""How kernels are launched; the wide one in float32, of which shared memory does not hold three stages."""
+
+COLUMNS = 64
+"""Columns of keys and values that a program holds in registers at a time, if it processes them in blocks."""
+
+
+class Problem(NamedTuple):
+    """The tensors of a call, as the kernels read them, and the table of its chunks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sums: Tensor  # [T, H, D] or [T, H], see `decay_sums`
+    beta: Tensor | None
+    initial_state: Tensor
+    table: ChunkTable
+    scale: float
+    wrap: Wrap | None
+    segmented: bool  # True if a sample may have more than one segment
+
+    def _kind(self) -> dict[str, bool]:
+        """Whether a head has one decay for all its channels, and whether values are replaced."""
+        return {"PER_HEAD": self.sums.dim() == 2, "DELTA": self.beta is not None}
+
+    def scan_constants(self, **others: Any) -> dict[str, Any]:
+        """Compile-time constants of the kernels that carry the state."""
+        blocks = {"BLOCK_V": self.scan_columns()}
+        return self._sizes(_block(self.q.shape[2])) | blocks | self._kind() | others
+
+    def scan_launch(self) -> dict[str, int]:
+        """Warps and stages of the kernels that carry the state."""
+        return WIDE_SCAN_LAUNCH if self.q.dtype == torch.float32 else SCAN_LAUNCH
+
+    def scan_columns(self) -> int:
+        """Columns of the state that a program carries: fewer with the delta rule, if that occupies the GPU.
+
+        With the delta rule, samples are not cut into segments, so a few long samples give few programs.
+        """
+        columns = _block_v(self.v.shape[2])
+        if self.beta is None or self.wrap is not None:
+            return columns
+        programs = self.table.segments.shape[0] * self.v.shape[1] * -(-self.v.shape[2] // columns)
+        while columns > FEWEST_COLUMNS and 2 * programs <= num_processors(self.q.device):
+            columns, programs = columns // 2, 2 * programs
+        return columns
+
+    def scan_programs(self) -> int:
+        """Programs of the kernels that carry the state."""
+        blocks = -(-self.v.shape[2] // self.scan_columns())
+        return self.table.segments.shape[0] * self.v.shape[1] * blocks
+
+    def out_constants(self) -> dict[str, Any]:
+        """Compile-time constants of `out_kernel`."""
+        return self._sizes(_block(self.q.shape[2])) | OUT_LAUNCH
+
+    def chunk_constants(self, **others: Any) -> dict[str, Any]:
+        """Compile-time constants of the kernels that process key columns in blocks."""
+        strides = {
+            f"{kind}_{name}": int(tensor.stride(axis))
+            for kind, axis in (("STRIDE", 0), ("HEAD", 1))
+            for name, tensor in (("Q", self.q), ("K", self.k), ("V", self.v))
+        }
+        strides["LEVELS"] = CHUNK.bit_length() - 1
+        return self._sizes(min(COLUMNS, _block(self.q.shape[2]))) | strides | self._kind() | others
+
+    def _sizes(self, block_d: int) -> dict[str, Any]:
+        return {
+            "H": int(self.q.shape[1]),
+            "D": int(self.q.shape[2]),
+            "V": int(self.v.shape[2]),
+            "C": CHUNK,
+            "BLOCK_D": block_d,
+            "BLOCK_V": _block_v(self.v.shape[2]),
+            "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
+        }
+
+
+class Prepared(NamedTuple):
+    """Quantities that each chunk computes alone; the last three have no meaning without the delta rule."""
+
+    chunk_decays: Tensor  # float32 [chunks, H, D] or [chunks, H], the sums at each chunk's last token
+    scores: Tensor  # [T, H, C]
+    decayed_q: Tensor  # [T, H, D]
+    remaining_k: Tensor  # [T, H, D]
+    inverses: Tensor  # float32 [T, H, C]
+    key_answers: Tensor  # [T, H, D]
+    values: Tensor  # [T, H, V], without the delta rule v itself
+
+
+class Results(NamedTuple):
+    """Results of the forward pass, and what the backward pass needs from it."""
+
+    out: Tensor  # [T, H, V]
+    final: Tensor  # float32 [B, H, D, V]
+    starts: Tensor  # float32 [segments, H, D, V], the states that segments start from
+
+
+class Gradients(NamedTuple):
+    """Gradients of the arguments; that of beta is empty without the delta rule."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    initial_state: Tensor
+
+
+def chunks_per_segment(q: Tensor, v: Tensor, total_len: int, max_len: int) -> int:
+    """Returns the history chunks per segment, a power of two; 0 if each sample is one segment."""
+    programs = PROGRAMS_PER_PROCESSOR * num_processors(q.device)
+    work = total_len // CHUNK * q.shape[1] * (-(-v.shape[2] // _block_v(v.shape[2])))
+    size = max(SHORTEST_SEGMENT, 1 << max(0, (work // programs).bit_length() - 1))
+    return 0 if max_len <= size * CHUNK else size
+
+
+def launch_forward(problem: Problem) -> Results:
+    """Launches the kernels of the forward pass."""
+    v, table = problem.v, problem.table
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = torch.empty_like(problem.initial_state, dtype=torch.float32)
+    if problem.initial_state.numel() == 0:
+        return Results(out, final, final)
+    prepared = _prepare(problem)
+    starts = _starts(problem, prepared)
+    states, added = _states(problem, prepared, starts, final)
+    launch(
+        out_kernel,
+        table.chunks.shape[0] * v.shape[1] * _blocks_v(v),
+        (prepared.decayed_q, prepared.scores, added, states, table.chunks, out),
+        (),
+        problem.out_constants() | {"STRIDE_V": int(added.stride(0)), "HEAD_V": int(added.stride(1))},
+        problem.wrap,
+    )
+    return Results(out, final, starts)
+
+
+def launch_backward(
+    problem: Problem,
+    decay_dtype: torch.dtype,
+    starts: Tensor | None,
+    grad_out: Tensor,
+    grad_final: Tensor,
+) -> Gradients:
+    """Launches the kernels of the backward pass, which recompute the chunks and states of the forward pass.
+
+    Args:
+        decay_dtype: type of the gradient of `log_decay`.
+        starts: see `Results`; None to compute them again.
+    """
+    q, k, v, beta, table = problem.q, problem.k, problem.v, problem.beta, problem.table
+    contiguous = {"memory_format": torch.contiguous_format}
+    gradients = Gradients(
+        *(torch.empty_like(tensor, **contiguous) for tensor in (q, k, v)),
+        torch.empty_like(problem.sums, dtype=decay_dtype),
+        torch.empty_like(beta) if beta is not None else q.new_empty(0),
+        torch.empty_like(problem.initial_state, **contiguous),
+    )
+    if problem.initial_state.numel() > 0:
+        prepared = _prepare(problem)
+        starts = _starts(problem, prepared) if starts is None else starts
+        final = torch.empty_like(problem.initial_state, dtype=torch.float32)
+        states, added = _states(problem, prepared, starts, final)
+        grad_out, grad_final = grad_out.contiguous(), grad_final.contiguous()
+        ends = _end_gradients(problem, prepared, grad_out, grad_final)
+        state_grads = torch.empty_like(states)
+        added_grads = added if beta is None else torch.empty_like(added)
+        written = (state_grads, added_grads, gradients.initial_state)
+        _scan_back(problem, prepared, grad_out, ends, (*written, ends, ends), local=False)
+        launch(
+            gradients_kernel,
+            table.chunks.shape[0] * q.shape[1],
+            (
+                *(grad_out, q, k, v, _or(beta, q), problem.sums, table.chunks),
+                *(prepared.scores, prepared.remaining_k, prepared.inverses, added, added_grads),
+                *(states, state_grads, *gradients[:5]),
+            ),
+            (problem.scale,),
+            problem.chunk_constants(**GRADIENTS_LAUNCH),
+            problem.wrap,
+        )
+    return gradients
+
+
+def decay_sums(log_decay: Tensor, table: ChunkTable, dtype: torch.dtype, wrap: Wrap | None) -> Tensor:
+    """Sums `log_decay` in base 2 from each chunk's first token on, in twice the bits of `dtype` of q."""
+    log_decay = log_decay.contiguous()
+    sums_dtype = torch.float64 if dtype == torch.float32 else torch.float32
+    sums = torch.empty_like(log_decay, dtype=sums_dtype)
+    columns = log_decay.shape[1:].numel()
+    if sums.numel() == 0:
+        return sums
+    block = min(64, _block(columns))
+    launch(
+        decay_sums_kernel,
+        table.chunks.shape[0] * (-(-columns // block)),
+        (log_decay, table.chunks, sums),
+        (),
+        {"STRIDE": columns, "COLUMNS": columns, "C": CHUNK, "BLOCK": block, "num_warps": 4},
+        wrap,
+    )
+    return sums
+
+
+def _prepare(problem: Problem) -> Prepared:
+    """Launches the kernels that work on each chunk alone, before there are states."""
+    q, v, beta, table = problem.q, problem.v, problem.beta, problem.table
+    num_rows, heads, dim = q.shape
+    num_chunks = table.chunks.shape[0]
+
+    constants = problem.chunk_constants(**PREPARE_LAUNCH)
+
+    def wide(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    prepared = Prepared(
+        chunk_decays=wide(num_chunks, *problem.sums.shape[1:]),
+        scores=q.new_empty(num_rows, heads, CHUNK),
+        decayed_q=q.new_empty(q.shape),
+        remaining_k=q.new_empty(q.shape),
+        inverses=problem.sums if beta is None else wide(num_rows, heads, CHUNK),
+        key_answers=q if beta is None else q.new_empty(q.shape),
+        values=v if beta is None else v.new_empty(v.shape),
+    )
+    launch(
+        prepare_kernel,
+        num_chunks * heads,
+        (
+            *(q, problem.k, v, _or(beta, q), problem.sums, table.chunks),
+            *(prepared.scores, prepared.decayed_q, prepared.remaining_k, prepared.chunk_decays),
+            *(prepared.inverses, prepared.key_answers, prepared.values),
+        ),
+        (problem.scale,),
+        constants,
+        problem.wrap,
+    )
+    return prepared
+
+
+def _starts(problem: Problem, prepared: Prepared) -> Tensor:
+    """Returns the state [segments, H, D, V] that each segment starts from."""
+    if not problem.segmented:
+        return problem.initial_state
+    ends, decays = _per_segment(problem)
+    _scan(problem, prepared, ends, (ends, ends, ends, ends, decays), local=True)
+    return _combined(problem, problem.initial_state, ends, decays, reverse=False)
+
+
+def _states(problem: Problem, prepared: Prepared, starts: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the state [chunks, H, D, V] that each chunk reads, and what each token adds, [T, H, V]."""
+    (heads, dim), v_dim = problem.q.shape[1:], problem.v.shape[2]
+    states = problem.q.new_empty(problem.table.chunks.shape[0], heads, dim, v_dim)
+    added = problem.v if problem.beta is None else torch.empty_like(prepared.values)
+    _scan(problem, prepared, starts, (states, final, added, final, final), local=False)
+    return states, added
+
+
+def _end_gradients(problem: Problem, prepared: Prepared, grad_out: Tensor, grad_final: Tensor) -> Tensor:
+    """Returns the gradient [segments, H, D, V] of the state after each segment's history."""
+    if not problem.segmented:
+        return grad_final
+    local, decays = _per_segment(problem)
+    _scan_back(problem, prepared, grad_out, local, (local, local, local, local, decays), local=True)
+    return _combined(problem, grad_final, local, decays, reverse=True)
+
+
+def _per_segment(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Allocates states [segments, H, D, V] and decays [segments, H, D], float32, uninitialized."""
+    state = problem.initial_state
+    segments, shape = problem.table.segments.shape[0], state.shape[1:]
+    states = torch.empty(segments, *shape, dtype=torch.float32, device=state.device)
+    return states, torch.empty(segments, *shape[:2], dtype=torch.float32, device=state.device)
+
+
+def _combined(problem: Problem, first: Tensor, local: Tensor, decays: Tensor, *, reverse: bool) -> Tensor:
+    combined = torch.empty_like(local)
+    batch, *shape = first.shape
+    size, block = shape[0] * shape[1] * shape[2], 1024
+    launch(
+        combine_kernel,
+        batch * (-(-size // block)),
+        (first, local, decays, problem.table.segment_offsets, combined),
+        (),
+        {"STATE": size, "V": shape[2], "BLOCK": block, "REVERSE": reverse, "num_warps": 4},
+        problem.wrap,
+    )
+    return combined
+
+
+def _scan(
+    problem: Problem, prepared: Prepared, starts: Tensor, written: tuple[Tensor, ...], *, local: bool
+) -> None:
+    """Launches `states_kernel`."""
+    values, table = prepared.values, problem.table
+    strides = {"STRIDE_V": int(values.stride(0)), "HEAD_V": int(values.stride(1))}
+    launch(
+        states_kernel,
+        problem.scan_programs(),
+        (
+            *(prepared.remaining_k, values, prepared.key_answers, prepared.chunk_decays, starts, *table),
+            *written,
+        ),
+        (),
+        problem.scan_constants(LOCAL=local, **strides, **problem.scan_launch()),
+        problem.wrap,
+    )
+
+
+def _scan_back(
+    problem: Problem,
+    prepared: Prepared,
+    grad_out: Tensor,
+    ends: Tensor,
+    written: tuple[Tensor, ...],
+    *,
+    local: bool,
+) -> None:
+    """Launches `state_gradients_kernel`."""
+    table = problem.table
+    launch(
+        state_gradients_kernel,
+        problem.scan_programs(),
+        (
+            *(grad_out, prepared.decayed_q, prepared.remaining_k, prepared.scores, prepared.key_answers),
+            *(prepared.chunk_decays, ends, *table, *written),
+        ),
+        (),
+        problem.scan_constants(LOCAL=local, **problem.scan_launch()),
+        problem.wrap,
+    )
+
+
+def problem_of(tensors: Sequence[Tensor | None], *facts: Any) -> Problem:
+    """Returns the problem with these tensors, its first six fields, in a form that kernels read."""
+    q, k, v, sums, beta, initial_state = tensors
+    q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    beta = None if beta is None else beta.contiguous()
+    return Problem(q, k, v, sums, beta, initial_state.contiguous(), *facts)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Returns a tensor to pass where a kernel reads none."""
+    return other if tensor is None else tensor
+
+
+def _block(width: int) -> int:
+    """Returns the smallest power of two, at least 16, that covers `width` columns."""
+    return max(16, 1 << (int(width) - 1).bit_length())
+
+
+def _block_v(v_dim: int) -> int:
+    """Returns the number of value columns per program."""
+    return min(COLUMNS, _block(v_dim))
+
+
+def _blocks_v(values: Tensor) -> int:
+    return -(-values.shape[2] // _block_v(values.shape[2]))
