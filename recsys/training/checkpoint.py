@@ -30,6 +30,9 @@ from recsys.training.names import MODEL
 from recsys.training.restricted_unpickler import DAMAGED_TENSORS, SafeReader, read_metadata
 from recsys.training.state import Best, SavedState
 
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of a run's states, in the run folder."""
+
 STATE = "state.json"
 
 _STATE = re.compile(r"step-[0-9]{8,15}")
@@ -83,7 +86,7 @@ class Checkpoints:
         needed = sum(gather(local_bytes(tensors)))
         on_main(lambda: _prepare(aside, needed))
         try:
-            with _without_advice():
+            with without_advice():
                 dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside))
         except (CheckpointException, RuntimeError, OSError) as error:
             fault = _explain(error, aside, needed)
@@ -162,14 +165,14 @@ def find(folder: Path, which: str) -> Path:
             raise RecsysError(
                 f"{path}: there is no such state; the steps that were kept are {kept or '(none)'}"
             )
-        return _require_whole(path)
+        return require_whole(path)
     if which not in ("best", "newest"):
         raise ConfigError(f"checkpoint {which!r}: give best, newest, or the number of a step")
     newest = checkpoints.newest_here()
     if newest is None:
         raise RecsysError(f"{folder}: there is no undamaged checkpoint; train first: python -m recsys.train")
     best = read_state(newest).progress.best
-    return _require_whole(folder / _name(best.step)) if which == "best" and best else newest
+    return require_whole(folder / _name(best.step)) if which == "best" and best else newest
 
 
 def load(path: Path, tensors: Tensors, prefix: str = "") -> None:
@@ -195,7 +198,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         RecsysError: the state is damaged, or a weight is missing, unknown, or has another shape or type.
     """
-    _require_whole(path)
+    require_whole(path)
     weights = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
     _load_evaluated(path, weights, alone=True)
 
@@ -235,17 +238,23 @@ def _load_evaluated(path: Path, weights: Tensors, alone: bool) -> None:
         AVERAGE + name.removeprefix(MODEL) if name in averaged else name: tensor
         for name, tensor in weights.items()
     }
-    _fill(path, wanted, prefixed, alone)
+    _require_equal(path, wanted, prefixed)
+    fill(path, wanted, alone=alone)
 
 
 def _load(path: Path, tensors: Tensors, prefix: str, alone: bool) -> None:
     stored = {n: x for n, x in read_metadata(path).state_dict_metadata.items() if n.startswith(prefix)}
-    _fill(path, tensors, stored, alone)
+    _require_equal(path, tensors, stored)
+    fill(path, tensors, alone=alone)
 
 
-def _fill(path: Path, tensors: Tensors, stored: Mapping[str, Any], alone: bool) -> None:
-    with _without_advice():
-        _require_equal(path, tensors, stored)
+def fill(path: Path, tensors: Tensors, *, alone: bool = False) -> None:
+    """Fills tensors in place with those of the same name and size in a state. Collective unless `alone`.
+
+    Raises:
+        RecsysError: the tensors cannot be read.
+    """
+    with without_advice():
         try:
             dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
         except (CheckpointException, *DAMAGED_TENSORS) as error:
@@ -255,7 +264,12 @@ def _fill(path: Path, tensors: Tensors, stored: Mapping[str, Any], alone: bool) 
             ) from error
 
 
-def _require_whole(path: Path) -> Path:
+def require_whole(path: Path) -> Path:
+    """Returns the folder of a state if it is undamaged.
+
+    Raises:
+        RecsysError: a file is missing or differs from the manifest.
+    """
     if faults := files.manifest_faults(path):
         raise RecsysError(f"checkpoint {path} is damaged: " + "; ".join(faults))
     return path
@@ -266,7 +280,7 @@ def _name(step: int) -> str:
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
     """Silences torch's warnings about ShardedTensor and about a single process; both are intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
@@ -275,6 +289,13 @@ def _without_advice() -> Iterator[None]:
 
 
 def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> None:
+    with without_advice():
+        faults = _differences(wanted, stored)
+    if faults:
+        raise RecsysError(f"checkpoint {path} does not fit this model:\n" + "\n".join(faults))
+
+
+def _differences(wanted: Tensors, stored: Mapping[str, Any]) -> list[str]:
     faults = [f"{name}: in the checkpoint only" for name in sorted(stored.keys() - wanted.keys())]
     faults += [f"{name}: missing in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
     for name in sorted(wanted.keys() & stored.keys()):
@@ -284,8 +305,7 @@ def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> No
             faults.append(
                 f"{name}: {_describe(*stored_kind)} in the checkpoint, {_describe(*wanted_kind)} in this run"
             )
-    if faults:
-        raise RecsysError(f"checkpoint {path} does not fit this model:\n" + "\n".join(faults))
+    return faults
 
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:

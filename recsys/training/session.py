@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedTensor
 
 import recsys.config as config
 from recsys import environment, files
@@ -23,9 +24,9 @@ from recsys.data.loader import Loader
 from recsys.data.schema.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import Model, build_model, layout_rule
-from recsys.training import checkpoint
+from recsys.training import checkpoint, pretrained, warm_start
 from recsys.training.averaging import WeightAverage
-from recsys.training.checkpoint import Checkpoints
+from recsys.training.checkpoint import CHECKPOINTS, Checkpoints
 from recsys.training.distributed import Processes, gather, on_main, shard
 from recsys.training.optimizers import ScheduledOptimizer
 from recsys.training.recorded_step import recorder_for
@@ -45,8 +46,6 @@ from recsys.training.state import (
     seed_everything,
 )
 from recsys.training.train_step import TrainStep
-
-CHECKPOINTS = "checkpoints"
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class Session:
     def restore(self, path: Path, state: SavedState) -> None:
         """Restores all but `progress` from a saved state, resharded to the current ranks. Collective."""
         checkpoint.load(path, self._tensors())
-        self.optimizer.resume(self.progress.step)
+        self.optimizer.resume(self.progress.step, self.progress.earlier_batches)
         rank, device = self.processes.rank, self.processes.device
         if state.world_size == self.processes.world_size:
             try:
@@ -147,6 +146,23 @@ class Session:
                 ) from error
         else:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))
+
+    def start_warm(self) -> None:
+        """Takes weights of the earlier run that `train.init_from` names, and reports them. Collective.
+
+        Raises:
+            ConfigError, DataError, RecsysError: as `warm_start.find_state` and `warm_start.load`.
+        """
+        path = on_main(lambda: warm_start.find_state(self.pipeline.train.init_from))
+        constants = {name for name, _ in self.wrapped.named_buffers()}
+        states = self._optimizer_tensors()
+        report = warm_start.load(self.pipeline, path, self.wrapped.state_dict(), constants, states)
+        self.progress.earlier_batches = report.batches
+        self.optimizer.resume(0, report.batches)
+        if self.processes.is_main:
+            for line in report.lines():
+                log.info("%s", line)
+        on_main(lambda: warm_start.write(report, self.folder))
 
     def moved(self) -> None:
         """Counts a finished step and updates the average of the weights."""
@@ -181,9 +197,11 @@ class Session:
         Names of weights begin with `model.`, of averaged weights with `average.`, of optimizer states with
         `optimizer.`.
         """
-        moved = {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}
         averages = {} if self.average is None else self.average.tensors(self.progress.step)
-        return dict(self.wrapped.state_dict()) | averages | moved
+        return dict(self.wrapped.state_dict()) | averages | self._optimizer_tensors()
+
+    def _optimizer_tensors(self) -> dict[str, Tensor | ShardedTensor]:
+        return {warm_start.OPTIMIZER + name: tensor for name, tensor in self.optimizer.tensors().items()}
 
 
 def open_session(
@@ -211,7 +229,7 @@ def open_session(
     elif on_main(checkpoints.steps):
         raise RecsysError(f"every state in {checkpoints.folder} is damaged; train with another --run-dir")
     progress = state.progress if state else Progress()
-    session = _build(pipeline, folder, processes, checkpoints, progress, weights)
+    session = _build(pipeline, folder, processes, checkpoints, progress, weights if saved is None else {})
     if saved and state:
         require_same_inputs(state.inputs, session.inputs)
         session.restore(saved, state)
@@ -220,6 +238,8 @@ def open_session(
             if processes.is_main:
                 log.warning("%s", line)
         _warn_of_schedule(session, earlier.train)
+    elif weights is None and pipeline.train.HasField("init_from"):
+        session.start_warm()
     on_main(lambda: _write_config(folder, pipeline))
     return session
 
@@ -248,7 +268,9 @@ def _build(
     train = pipeline.train
     seed_everything(train.seed)
     model = build_model(pipeline)
-    if weights is not None:
+    if weights is None:
+        pretrained.initialize(model, pipeline)
+    elif weights:
         model.load_state_dict(weights)
     parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     rule = layout_rule(pipeline)

@@ -78,6 +78,7 @@ def two_ranks(folder, jobs) -> Path:
     """All jobs on two ranks with half the batch, below `two`; and those that only two ranks can do."""
     grown = [*STILL, *AVERAGED, *LONGER]
     assert train(folder / "one" / "grown", *STILL, *AVERAGED) == 0
+    warm = [*STILL, *rows_in_another_order(folder)]
     listed = [
         {"folder": str(folder / "two" / name), "overrides": [*overrides, *HALF]}
         for name, overrides in jobs.items()
@@ -90,12 +91,22 @@ def two_ranks(folder, jobs) -> Path:
             "save_to": str(folder / "two" / "copy"),
         },
         {"folder": str(folder / "one" / "grown"), "overrides": grown},
+        {"folder": str(folder / "warm"), "overrides": warm, "save_to": str(folder / "two" / "warm")},
         {"folder": str(folder / "two" / "nan"), "overrides": [*STILL, *HALF], "nan": [1, 3]},
     ]
     path = folder / "jobs.json"
     path.write_text(json.dumps(listed))
     run_ranks(ranks.main, str(path), str(folder / "store"))
     return folder / "two"
+
+
+def rows_in_another_order(folder: Path) -> list[str]:
+    """Overrides of a run that begins with all weights and states of one with another vocabulary of items."""
+    path = folder / "items.parquet"
+    ids = pq.read_table("tests/data/kuairand/vocabulary/item_id.parquet", columns=["id"])
+    pq.write_table(ids.take(list(range(7, ids.num_rows))[::-1]), path)
+    earlier = f'train.init_from={{path: "{folder / "one" / "grown"}" checkpoint: "8" optimizer: true}}'
+    return [f'features[0].id.vocabulary.file="{path}"', earlier]
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -146,6 +157,20 @@ def test_a_run_goes_on_with_more_ranks(folder, two_ranks):
     assert sorted(records(folder / "one" / "grown")) == list(range(1, 13))
     progress = checkpoint.read_state(one / "step-00000012").progress
     assert progress.next_batch == 8 * 1 + 4 * 2
+
+
+def test_rows_of_two_ranks_are_carried_over_as_in_one_process(folder, two_ranks):
+    """A single process carries them over as `test_warm_start` expects it."""
+    reports = [json.loads((folder / "warm" / "init_from.json").read_text())]
+    pipeline = ranks.config.prepare(ranks.CONFIG, [*STILL, *rows_in_another_order(folder)]).pipeline
+    with process_group() as processes:
+        session = ranks.open_session(pipeline, folder / "warm", processes)
+        session.checkpoints = ranks.Checkpoints(folder / "one" / "warm")
+        session.save()
+        del session
+    reports.append(json.loads((folder / "warm" / "init_from.json").read_text()))
+    assert reports[0] == reports[1] and reports[0]["tables"]["item_id"]["carried"] == 608
+    assert_same_tensors(folder / "one" / "warm" / "step-00000000", two_ranks / "warm" / "step-00000000")
 
 
 def test_a_run_goes_on_with_fewer_ranks(folder, two_ranks):
