@@ -2,7 +2,8 @@
 
 `checkpoints/step-00001000/` holds the tensors as torch.distributed.checkpoint writes them, `state.json` with
 everything that is not a tensor, and `manifest.json` with a hash of every file. A state is written to a
-temporary folder, which is renamed when it is complete. A folder whose manifest is missing or does not match
+temporary folder, which is renamed when it is complete; `checkpoint_writer` does this while the run trains. A
+folder whose manifest is missing or does not match
 is ignored, so a run that is killed while it saves falls back to the previous state. Loading a state executes
 no code from its files.
 """
@@ -10,14 +11,14 @@ no code from its files.
 import json
 import logging
 import re
-import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,7 +26,10 @@ from torchrec.distributed.types import ShardedTensor
 
 from recsys import files, typed_json
 from recsys.errors import ConfigError, RecsysError
+from recsys.training import host_copies
+from recsys.training.checkpoint_writer import STATE, StateWriter, in_background, message_of
 from recsys.training.distributed import gather, on_main
+from recsys.training.host_copies import HostCopies
 from recsys.training.names import MODEL
 from recsys.training.restricted_unpickler import DAMAGED_TENSORS, SafeReader, read_metadata
 from recsys.training.state import Best, SavedState
@@ -33,13 +37,14 @@ from recsys.training.state import Best, SavedState
 CHECKPOINTS = "checkpoints"
 """Name of the folder of a run's states, in the run folder."""
 
-STATE = "state.json"
-
 _STATE = re.compile(r"step-[0-9]{8,15}")
 """Matches the folders of states, see `_name`."""
 
 AVERAGE = "average."
 """Prefix of the names of averaged weights (see `averaging`); the rest is the name of the weight."""
+
+_SLOWEST_WRITE = timedelta(minutes=30)
+"""How long the ranks' threads wait for the rank whose tensors take longest to write."""
 
 Tensors = Mapping[str, Tensor | ShardedTensor]
 
@@ -49,7 +54,8 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """The saved states of one run.
 
-    `newest` and `save` are collective: all ranks must call them, and all return or raise the same.
+    `newest`, `save` and `begin` are collective: all ranks must call them, and all return or raise the same.
+    At most one state is being written at a time.
 
     Args:
         folder: `run_dir/checkpoints`, on a disk that all ranks see.
@@ -62,6 +68,9 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self._damaged: set[Path] = set()
+        self._copies = HostCopies()
+        self._writing: Future[Path] | None = None
+        self._group: dist.ProcessGroup | None = None
 
     def steps(self) -> list[Path]:
         """Returns the folders of all saved states, oldest first, damaged ones included. Not collective."""
@@ -72,28 +81,67 @@ class Checkpoints:
         return on_main(self.newest_here)
 
     def save(self, tensors: Tensors, state: SavedState) -> Path:
-        """Writes a state, then removes states that need not be kept. Collective.
+        """Writes a state and returns its folder: `begin`, then `wait`. Collective."""
+        self.begin(tensors, state)
+        path = self.wait()
+        if path is None:
+            raise ValueError("nothing was being written")
+        return path
+
+    def begin(self, tensors: Tensors, state: SavedState) -> None:
+        """Copies a state to host memory; a thread writes it and then removes states that need not be kept.
+
+        Afterwards, the tensors and `state` may change. A state that is still being written is waited for.
+        Collective.
 
         Args:
             tensors: the tensors of this rank by name; a ShardedTensor is written shard by shard.
             state: everything else. Its numbers must not be NaN.
 
         Raises:
+            RecsysError: the state before could not be written. Older ones are untouched.
+        """
+        self.wait()
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            # A group of its own, since training uses the default group at the same time. It waits for the
+            # slowest disk.
+            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE)
+        best = state.progress.best
+        writer = StateWriter(
+            path=self.folder / _name(state.progress.step),
+            state=json.dumps(state.to_json(), indent=1, allow_nan=False),
+            needed=sum(gather(local_bytes(tensors))),
+            group=self._group,
+        )
+        copies = self._copies.take(dict(tensors))
+
+        def write() -> Path:
+            path = writer.write(copies)
+            on_main(lambda: self._written(path, best), writer.group)
+            return path
+
+        self._writing = in_background(write)
+
+    def wait(self) -> Path | None:
+        """Waits for the state that is being written and returns its folder; None if there is none.
+
+        Raises:
             RecsysError: no space is left, or the folder cannot be written. Older states are untouched.
         """
-        path = self.folder / _name(state.progress.step)
-        aside = self.folder / f".{path.name}.partial"
-        needed = sum(gather(local_bytes(tensors)))
-        on_main(lambda: _prepare(aside, needed))
-        try:
-            with without_advice():
-                dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside))
-        except (CheckpointException, RuntimeError, OSError) as error:
-            fault = _explain(error, aside, needed)
-            on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
-            raise fault from error
-        on_main(lambda: self._publish(aside, path, state, needed))
-        return path
+        writing, self._writing = self._writing, None
+        return None if writing is None else writing.result()
+
+    def written(self) -> Path | None:
+        """Returns the folder of a state that has been written since `begin`, once; None if there is none.
+
+        On failure it returns None; `wait` then raises the error.
+        """
+        return self.wait() if self._writing is not None and self._writing.done() and not self.failed else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the state that was being written could not be written, on this rank."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def newest_here(self) -> Path | None:
         """Returns the newest undamaged state on the disk as this rank sees it, or None. Not collective."""
@@ -105,17 +153,9 @@ class Checkpoints:
             log.warning("checkpoint %s is damaged and skipped: %s", path.name, "; ".join(faults))
         return None
 
-    def _publish(self, aside: Path, path: Path, state: SavedState, needed: int) -> None:
-        try:
-            files.write_text(aside / STATE, json.dumps(state.to_json(), indent=1, allow_nan=False))
-            files.write_manifest(aside)
-            files.publish(aside, path)
-        except OSError as error:
-            fault = _explain(error, aside, needed)
-            shutil.rmtree(aside, ignore_errors=True)
-            raise fault from error
+    def _written(self, path: Path, best: Best | None) -> None:
         self._damaged.discard(path)
-        self._prune(state.progress.best)
+        self._prune(best)
 
     def _prune(self, best: Best | None) -> None:
         """Removes old states and the remains of interrupted saves.
@@ -223,11 +263,7 @@ def local_bytes(tensors: Tensors) -> int:
 
 def local_parts(tensors: Tensors) -> list[Tensor]:
     """Returns the tensors on this rank: plain tensors, and this rank's shards of sharded tensors."""
-    parts: list[Tensor] = []
-    for tensor in tensors.values():
-        sharded = isinstance(tensor, ShardedTensor)
-        parts += [shard.tensor for shard in tensor.local_shards()] if sharded else [tensor]
-    return parts
+    return [part for tensor in tensors.values() for part in host_copies.local_parts(tensor)]
 
 
 def _load_evaluated(path: Path, weights: Tensors, alone: bool) -> None:
@@ -254,14 +290,13 @@ def fill(path: Path, tensors: Tensors, *, alone: bool = False) -> None:
     Raises:
         RecsysError: the tensors cannot be read.
     """
-    with without_advice():
-        try:
-            dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
-        except (CheckpointException, *DAMAGED_TENSORS) as error:
-            problem = _message(error).strip().splitlines()[-1][:300]
-            raise RecsysError(
-                f"checkpoint {path} cannot be loaded ({problem}); remove it to use an older one"
-            ) from error
+    try:
+        dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
+    except (CheckpointException, *DAMAGED_TENSORS) as error:
+        problem = message_of(error).strip().splitlines()[-1][:300]
+        raise RecsysError(
+            f"checkpoint {path} cannot be loaded ({problem}); remove it to use an older one"
+        ) from error
 
 
 def require_whole(path: Path) -> Path:
@@ -279,19 +314,8 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Silences torch's warnings about ShardedTensor and about a single process; both are intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit", UserWarning)
-        yield
-
-
 def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> None:
-    with without_advice():
-        faults = _differences(wanted, stored)
-    if faults:
+    if faults := _differences(wanted, stored):
         raise RecsysError(f"checkpoint {path} does not fit this model:\n" + "\n".join(faults))
 
 
@@ -310,34 +334,3 @@ def _differences(wanted: Tensors, stored: Mapping[str, Any]) -> list[str]:
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _prepare(aside: Path, needed: int) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    free = shutil.disk_usage(aside).free
-    if free < needed:
-        aside.rmdir()
-        raise _no_space(aside.parent, needed, free)
-
-
-def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
-    """Explains an error of the checkpoint writer, which reports a full disk as a failed archive seek."""
-    free = shutil.disk_usage(path.parent).free
-    written = sum(x.stat().st_size for x in path.glob("*")) if path.is_dir() else 0
-    if "No space left" in str(error) or free < max(needed - written, 1 << 20):
-        return _no_space(path.parent, needed, free)
-    return RecsysError(f"{path}: the checkpoint could not be written: {_message(error)}")
-
-
-def _message(error: Exception) -> str:
-    """Returns the message of an error. For an error on several ranks, joins their messages without stacks."""
-    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    return "; ".join(dict.fromkeys(str(failure) for failure, _ in failures)) or str(error)
-
-
-def _no_space(folder: Path, needed: int, free: int) -> RecsysError:
-    return RecsysError(
-        f"no space left on {folder}: the checkpoint's tensors have {needed:,} bytes, {free:,} are "
-        "free. Make room and start the same command again: it continues from the last checkpoint."
-    )

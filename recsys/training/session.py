@@ -121,7 +121,18 @@ class Session:
 
     def save(self) -> Path:
         """Saves the whole state and returns its folder. Collective."""
-        state = SavedState(
+        return self.checkpoints.save(self._tensors(), self._state())
+
+    def begin_save(self) -> None:
+        """Copies the whole state, which a thread writes while training goes on. Collective.
+
+        Raises:
+            RecsysError: the state before could not be written.
+        """
+        self.checkpoints.begin(self._tensors(), self._state())
+
+    def _state(self) -> SavedState:
+        return SavedState(
             progress=self.progress,
             rng=gather(capture_rng(self.processes.device)),
             inputs=self.inputs,
@@ -129,7 +140,6 @@ class Session:
             versions=environment.versions(),
             world_size=self.processes.world_size,
         )
-        return self.checkpoints.save(self._tensors(), state)
 
     def restore(self, path: Path, state: SavedState) -> None:
         """Restores all but `progress` from a saved state, resharded to the current ranks. Collective."""

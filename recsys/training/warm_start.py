@@ -145,23 +145,7 @@ def load(
             parameter is left to take.
         DataError: a vocabulary of the earlier run is gone.
     """
-    with checkpoint.without_advice():
-        return _load(pipeline, path, weights, constants, states or {}, alone)
-
-
-def write(report: Report, folder: Path) -> None:
-    """Writes the report into a run folder."""
-    files.write_text(folder / FILE, json.dumps(asdict(report), indent=1))
-
-
-def _load(
-    pipeline: pb.Pipeline,
-    path: Path,
-    weights: Tensors,
-    constants: Collection[str],
-    states: Tensors,
-    alone: bool,
-) -> Report:
+    states = states or {}
     state = checkpoint.read_state(path)
     earlier = saved_config(state, path)
     stored = dict(read_metadata(path).state_dict_metadata)
@@ -186,6 +170,11 @@ def _load(
         tables=_fill(path, targets, changes, alone),
         batches=_batches(state, earlier) if takes_states else 0,
     )
+
+
+def write(report: Report, folder: Path) -> None:
+    """Writes the report into a run folder."""
+    files.write_text(folder / FILE, json.dumps(asdict(report), indent=1))
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ def two_ranks(folder, jobs) -> Path:
     """All jobs on two ranks with half the batch, below `two`; and those that only two ranks can do."""
     grown = [*STILL, *AVERAGED, *LONGER]
     assert train(folder / "one" / "grown", *STILL, *AVERAGED) == 0
+    often = [*STILL, *HALF, "train.checkpoint.every_steps=6", "train.num_steps=40"]
+    often += ["train.evaluation.every_steps=100"]
     warm = [*STILL, *rows_in_another_order(folder)]
     listed = [
         {"folder": str(folder / "two" / name), "overrides": [*overrides, *HALF]}
@@ -92,6 +94,7 @@ def two_ranks(folder, jobs) -> Path:
         },
         {"folder": str(folder / "one" / "grown"), "overrides": grown},
         {"folder": str(folder / "warm"), "overrides": warm, "save_to": str(folder / "two" / "warm")},
+        {"folder": str(folder / "two" / "full"), "overrides": often, "full": "step-00000012"},
         {"folder": str(folder / "two" / "nan"), "overrides": [*STILL, *HALF], "nan": [1, 3]},
     ]
     path = folder / "jobs.json"
@@ -194,6 +197,13 @@ def test_all_ranks_stop_at_the_step_in_which_one_loss_is_nan(two_ranks):
         assert seen["error"] == "NonFiniteLossError"
         assert seen["message"].startswith("step 3: the loss of task is_click is nan")
     assert sorted(records(two_ranks / "nan")) == [1, 2]
+
+
+def test_all_ranks_stop_when_a_state_cannot_be_written(two_ranks):
+    seen = [json.loads((two_ranks / "full" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert seen[0] == seen[1] and seen[0]["message"].startswith("no space left on ")
+    assert [path.name for path in (two_ranks / "full" / "checkpoints").iterdir()] == ["step-00000006"]
+    assert 12 <= max(records(two_ranks / "full")) < 18, "the next state would be that of step 18"
 
 
 def test_evaluate_on_two_ranks_finds_what_one_process_finds(two_ranks):
