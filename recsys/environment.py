@@ -76,8 +76,8 @@ _NEEDLESS_WARNINGS = (
     "Please use DTensor instead and we are deprecating ShardedTensor",
     "torch.distributed is disabled, unavailable or uninitialized",
 )
-"""Regular expressions for the beginnings of needless warnings: of TorchRec 1.6 and FBGEMM 1.6 on every GPU, and
-of torch about checkpoints of sharded tables or of one process."""
+"""Regular expressions for the beginnings of needless warnings: of TorchRec 1.6 and FBGEMM 1.6 on every GPU,
+and of torch about checkpoints of sharded tables or of one process."""
 
 
 def tested_row(torch_version: str) -> Row | None:

@@ -232,7 +232,7 @@ def _random_module(pipeline: pb.Pipeline) -> base.Model:
 
 def _initialize(module: base.Model, pipeline: pb.Pipeline) -> None:
     """Takes pretrained rows and weights of an earlier run, as the config asks."""
-    pretrained.initialize(module, pipeline)
+    pretrained.initialize(module.state_dict(), pipeline)
     if not pipeline.train.HasField("init_from"):
         return
     if pipeline.train.init_from.optimizer:

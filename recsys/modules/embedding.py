@@ -19,7 +19,7 @@ from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.ops import segment_sum
 
-_WEIGHT = re.compile(r"(?:.*\.)?tables\.dim_[0-9]+\.embeddings\.(.+)_table\.weight")
+_WEIGHT = re.compile(r"(?:.*\.)?tables\.dim_[0-9]+\w*\.embeddings\.(.+)_table\.weight")
 
 
 def table_of(name: str) -> str | None:

@@ -44,6 +44,14 @@ def local_parts(tensor: Tensor | ShardedTensor) -> list[Tensor]:
     return [x.tensor for x in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
 
 
+def placed_parts(tensor: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Returns the tensors on this rank, each with the place of its first element in the whole tensor."""
+    if isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        return [(shard.tensor.detach(), tuple(shard.metadata.shard_offsets)) for shard in shards]
+    return [(tensor.detach(), (0,) * tensor.dim())]
+
+
 def copied(tensor: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
     """Returns a contiguous copy on the same device, sharded in the same way."""
     if not isinstance(tensor, ShardedTensor):

@@ -4,7 +4,7 @@ torch.distributed.checkpoint loads a tensor only as it was saved. Here, each sto
 rank holds no more than one shard of the earlier table besides its own tensors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from torchrec.distributed.types import ShardedTensor
 
 from recsys.data.schema.carry_over import NONE
 from recsys.training.distributed import gather
+from recsys.training.host_copies import placed_parts
 from recsys.training.restricted_unpickler import read_chunks
 
 
@@ -48,7 +49,7 @@ def copy_rows(
     """
     parts = [
         _Part(part, offsets, sources(np.arange(offsets[0], offsets[0] + len(part))))
-        for part, offsets in _parts(tensor)
+        for part, offsets in placed_parts(tensor)
     ]
     for offsets, chunk in read_chunks(path, stored):
         for part in parts:
@@ -56,14 +57,6 @@ def copy_rows(
     # Shards of columns hold the same rows; those of the first columns are counted.
     counted = sum(int((part.sources != NONE).sum()) for part in parts if not any(part.offsets[1:]))
     return sum(gather(counted)) if isinstance(tensor, ShardedTensor) else counted
-
-
-def _parts(tensor: Tensor | ShardedTensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    if isinstance(tensor, ShardedTensor):
-        for shard in tensor.local_shards():
-            yield shard.tensor.detach(), tuple(shard.metadata.shard_offsets)
-    else:
-        yield tensor.detach(), (0,) * tensor.dim()
 
 
 def _copy(part: _Part, chunk: Tensor, offsets: tuple[int, ...]) -> None:

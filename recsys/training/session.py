@@ -239,7 +239,7 @@ def open_session(
     elif on_main(checkpoints.steps):
         raise RecsysError(f"every state in {checkpoints.folder} is damaged; train with another --run-dir")
     progress = state.progress if state else Progress()
-    session = _build(pipeline, folder, processes, checkpoints, progress, weights if saved is None else {})
+    session = _build(pipeline, folder, processes, checkpoints, progress, weights)
     if saved and state:
         require_same_inputs(state.inputs, session.inputs)
         session.restore(saved, state)
@@ -248,8 +248,10 @@ def open_session(
             if processes.is_main:
                 log.warning("%s", line)
         _warn_of_schedule(session, earlier.train)
-    elif weights is None and pipeline.train.HasField("init_from"):
-        session.start_warm()
+    elif weights is None:
+        pretrained.initialize(session.wrapped.state_dict(), pipeline)
+        if pipeline.train.HasField("init_from"):
+            session.start_warm()
     on_main(lambda: _write_config(folder, pipeline))
     return session
 
@@ -278,9 +280,7 @@ def _build(
     train = pipeline.train
     seed_everything(train.seed)
     model = build_model(pipeline)
-    if weights is None:
-        pretrained.initialize(model, pipeline)
-    elif weights:
+    if weights is not None:
         model.load_state_dict(weights)
     parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     rule = layout_rule(pipeline)

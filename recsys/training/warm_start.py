@@ -151,11 +151,11 @@ def load(
     stored = dict(read_metadata(path).state_dict_metadata)
     names = _Names.compare(pipeline.train.init_from, weights.keys() - constants, stored, constants)
     targets = [_Target(name, names.stored[name], weights[MODEL + name]) for name in names.loaded]
-    wanted_states = _states(names.loaded, states) if pipeline.train.init_from.optimizer else []
-    targets += [_Target(name, name, states[name]) for name in wanted_states if name in stored]
+    taken = {name: names.stored[name] for name in names.loaded if pipeline.train.init_from.optimizer}
+    states_to_take = _states(taken, states)
+    targets += [_Target(n, entry, states[n]) for n, entry in states_to_take.items() if entry in stored]
     changes, findings = _changed_tables(pipeline, earlier, state, path, targets)
     findings += names.findings + _mismatches(targets, stored, changes)
-    findings += _other_widths(names, weights, stored)
     if not names.loaded and not findings:
         findings = [f"train.init_from: {path} has none of the parameters to take"]
     if findings:
@@ -165,7 +165,7 @@ def load(
         checkpoint=str(path),
         loaded=[target.name for target in targets],
         excluded=names.excluded,
-        missing=names.missing + [name for name in wanted_states if name not in stored],
+        missing=names.missing + [n for n, entry in states_to_take.items() if entry not in stored],
         unused=names.unused,
         tables=_fill(path, targets, changes, alone),
         batches=_batches(state, earlier) if takes_states else 0,
@@ -201,6 +201,9 @@ class _Names:
         if not config.optimizer:
             stored |= {n.removeprefix(AVERAGE): n for n in entries if n.startswith(AVERAGE)}
         here = {name.removeprefix(MODEL) for name in weights}
+        # The name of a table's weight also says how wide the table is and where it is.
+        by_table = {table_of(name): name for name in here if table_of(name) is not None}
+        stored = {by_table.get(table_of(name), name): entry for name, entry in stored.items()}
         names = sorted(here | stored.keys())
         chosen = {
             name
@@ -233,10 +236,19 @@ class _Target(NamedTuple):
         return table_of(f"{weight}.weight" if is_state else name)
 
 
-def _states(parameters: list[str], states: Tensors) -> list[str]:
-    """Returns the names of the optimizer states of some parameters."""
-    prefixes = tuple(f"{OPTIMIZER}{MODEL}{name}." for name in parameters)
-    return [name for name in states if name.startswith(prefixes)]
+def _states(parameters: Mapping[str, str], states: Tensors) -> dict[str, str]:
+    """Returns the name in the checkpoint of each optimizer state of some parameters, by its name here.
+
+    Args:
+        parameters: by name of a parameter, its name in the checkpoint.
+        states: all optimizer states.
+    """
+    return {
+        state: state.replace(f"{MODEL}{name}.", f"{stored}.", 1)
+        for name, stored in parameters.items()
+        for state in states
+        if state.startswith(f"{OPTIMIZER}{MODEL}{name}.")
+    }
 
 
 def _changed_tables(
@@ -289,18 +301,6 @@ def _mismatches(
         if here[first:] != there[first:]:
             findings.append(_mismatch(target.name, there, here))
     return findings
-
-
-def _other_widths(names: _Names, weights: Tensors, stored: Mapping[str, Any]) -> list[str]:
-    """Returns a finding for each table with another width, which is part of the name of its weight."""
-    before = {table_of(name): name for name in names.unused}
-    moved = [
-        (name, before[table_of(name)]) for name in names.missing if table_of(name) in before.keys() - {None}
-    ]
-    return [
-        _mismatch(name, list(stored[names.stored[old]].size), list(weights[MODEL + name].size()))
-        for name, old in moved
-    ]
 
 
 def _mismatch(name: str, there: list[int], here: list[int]) -> str:

@@ -6,6 +6,7 @@ import signal
 import socket
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -104,12 +105,20 @@ def two_ranks(folder, jobs) -> Path:
 
 
 def rows_in_another_order(folder: Path) -> list[str]:
-    """Overrides of a run that begins with all weights and states of one with another vocabulary of items."""
+    """Overrides of a run that begins with states of one with another vocabulary, and with vectors of tags."""
+    torch.manual_seed(1)
     path = folder / "items.parquet"
     ids = pq.read_table("tests/data/kuairand/vocabulary/item_id.parquet", columns=["id"])
     pq.write_table(ids.take(list(range(7, ids.num_rows))[::-1]), path)
-    earlier = f'train.init_from={{path: "{folder / "one" / "grown"}" checkpoint: "8" optimizer: true}}'
-    return [f'features[0].id.vocabulary.file="{path}"', earlier]
+    tags = pq.read_table("tests/data/kuairand/vocabulary/tag.parquet", columns=["id"]).slice(3)
+    vectors = pa.array(torch.randn(len(tags), 16).tolist(), pa.list_(pa.float32()))
+    pq.write_table(tags.append_column("vector", vectors), folder / "tags.parquet")
+    earlier = f'path: "{folder / "one" / "grown"}" checkpoint: "8" optimizer: true exclude: "*.tag_table.*"'
+    return [
+        f'features[0].id.vocabulary.file="{path}"',
+        f'features[1].id.init_from={{parquet: "{folder / "tags.parquet"}"}}',
+        f"train.init_from={{{earlier}}}",
+    ]
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -173,6 +182,13 @@ def test_rows_of_two_ranks_are_carried_over_as_in_one_process(folder, two_ranks)
         del session
     reports.append(json.loads((folder / "warm" / "init_from.json").read_text()))
     assert reports[0] == reports[1] and reports[0]["tables"]["item_id"]["carried"] == 608
+    tags = tensors(two_ranks / "warm" / "step-00000000")[
+        "model.embed.tables.dim_16.embeddings.tag_table.weight"
+    ]
+    vectors = torch.tensor(pq.read_table(folder / "tags.parquet")["vector"].to_pylist())
+    assert sorted(map(tuple, vectors.tolist())) == sorted(
+        tuple(x) for x in tags.tolist() if x in vectors.tolist()
+    )
     assert_same_tensors(folder / "one" / "warm" / "step-00000000", two_ranks / "warm" / "step-00000000")
 
 

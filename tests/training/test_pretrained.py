@@ -31,7 +31,7 @@ def initialized(*overrides: str) -> dict[str, torch.Tensor]:
     pipeline = config.prepare(CONFIG, overrides).pipeline
     seed_everything(1)
     model = build_model(pipeline)
-    pretrained.initialize(model, pipeline)
+    pretrained.initialize(model.state_dict(), pipeline)
     return model.state_dict()
 
 

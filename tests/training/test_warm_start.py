@@ -162,12 +162,11 @@ def test_a_vocabulary_is_kept_in_the_run_folder_and_missed_if_it_is_gone(tmp_pat
 
 
 def test_validate_finds_the_checkpoint_and_a_path_without_one_is_an_error(old, capsys):
-    from recsys import cli
     from recsys import train as command
 
     def validate(path: Path) -> int:
         flags = ["--config", CONFIG, "--validate", "--set", take(path)]
-        return cli.main("train", command.run, flags)
+        return command.main(flags)
 
     assert validate(old) == 0
     assert f"train.init_from: {old}/checkpoints/step-00000002\nok" in capsys.readouterr().out
