@@ -31,6 +31,7 @@ from recsys.training.checkpoint_writer import STATE, StateWriter, in_background,
 from recsys.training.distributed import gather, on_main
 from recsys.training.host_copies import HostCopies
 from recsys.training.names import MODEL
+from recsys.training.remote_copies import RemoteCopies
 from recsys.training.restricted_unpickler import DAMAGED_TENSORS, SafeReader, read_metadata
 from recsys.training.state import Best, SavedState
 
@@ -43,8 +44,8 @@ _STATE = re.compile(r"step-[0-9]{8,15}")
 AVERAGE = "average."
 """Prefix of the names of averaged weights (see `averaging`); the rest is the name of the weight."""
 
-_SLOWEST_WRITE = timedelta(minutes=30)
-"""How long the ranks' threads wait for the rank whose tensors take longest to write."""
+_SLOWEST_RANK = timedelta(minutes=30)
+"""How long ranks wait for the one that takes longest to write, check or fetch files."""
 
 Tensors = Mapping[str, Tensor | ShardedTensor]
 
@@ -60,15 +61,17 @@ class Checkpoints:
     Args:
         folder: `run_dir/checkpoints`, on a disk that all ranks see.
         keep: number of newest undamaged states that pruning leaves, at least 2. The best state survives too.
+        copy_to: address to which states are copied; "" for none.
     """
 
-    def __init__(self, folder: Path, keep: int = 2):
+    def __init__(self, folder: Path, keep: int = 2, copy_to: str = ""):
         if keep < 2:
             raise ValueError(f"keep must be at least 2, got {keep}: one state may turn out damaged")
         self.folder = folder
         self.keep = keep
         self._damaged: set[Path] = set()
         self._copies = HostCopies()
+        self._remote = RemoteCopies(copy_to) if copy_to else None
         self._writing: Future[Path] | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -77,8 +80,19 @@ class Checkpoints:
         return sorted(path for path in self.folder.glob("step-*") if _STATE.fullmatch(path.name))
 
     def newest(self) -> Path | None:
-        """Returns the newest undamaged state, or None; warns about damaged states. Collective."""
-        return on_main(self.newest_here)
+        """Returns the newest undamaged state, or None; warns about damaged states. Collective.
+
+        If the folder has no states at all, copies are fetched first.
+
+        Raises:
+            RecsysError: the address of the copies cannot be read.
+        """
+        remote = self._remote
+        if remote is not None:
+            on_main(
+                lambda: None if self.steps() else remote.fetch(self.folder, _best_name), self._own_group()
+            )
+        return on_main(self.newest_here, self._own_group())
 
     def save(self, tensors: Tensors, state: SavedState) -> Path:
         """Writes a state and returns its folder: `begin`, then `wait`. Collective."""
@@ -102,22 +116,20 @@ class Checkpoints:
             RecsysError: the state before could not be written. Older ones are untouched.
         """
         self.wait()
-        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            # A group of its own, since training uses the default group at the same time. It waits for the
-            # slowest disk.
-            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE)
         best = state.progress.best
         writer = StateWriter(
             path=self.folder / _name(state.progress.step),
             state=json.dumps(state.to_json(), indent=1, allow_nan=False),
             needed=sum(gather(local_bytes(tensors))),
-            group=self._group,
+            group=self._own_group(),
         )
         copies = self._copies.take(dict(tensors))
 
         def write() -> Path:
             path = writer.write(copies)
             on_main(lambda: self._written(path, best), writer.group)
+            if self._remote is not None:
+                self._remote.send(path, [x.name for x in self.steps()], writer.group)
             return path
 
         self._writing = in_background(write)
@@ -130,6 +142,15 @@ class Checkpoints:
         """
         writing, self._writing = self._writing, None
         return None if writing is None else writing.result()
+
+    def require_copied(self) -> None:
+        """Checks that the newest state has been copied, if copies were asked for. Call it after `wait`.
+
+        Raises:
+            RecsysError: it has not; the same on every rank.
+        """
+        if self._remote is not None and self._remote.fault:
+            raise RecsysError(f"{self._remote.fault}. The state itself is in {self.folder}")
 
     def written(self) -> Path | None:
         """Returns the folder of a state that has been written since `begin`, once; None if there is none.
@@ -153,6 +174,13 @@ class Checkpoints:
             log.warning("checkpoint %s is damaged and skipped: %s", path.name, "; ".join(faults))
         return None
 
+    def _own_group(self) -> dist.ProcessGroup | None:
+        """Returns a group for states alone, since a thread must not use the one that training uses, and waits
+        longer; None in a single process. Collective at first."""
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
+        return self._group
+
     def _written(self, path: Path, best: Best | None) -> None:
         self._damaged.discard(path)
         self._prune(best)
@@ -168,6 +196,11 @@ class Checkpoints:
             path.rename(path.with_name(f".{path.name}.old"))
         for path in self.folder.glob(".step-*"):
             files.remove(path)
+
+
+def _best_name(path: Path) -> list[str]:
+    best = read_state(path).progress.best
+    return [] if best is None else [_name(best.step)]
 
 
 def read_state(path: Path) -> SavedState:

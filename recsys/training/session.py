@@ -230,7 +230,8 @@ def open_session(
         DataError: a file cannot be used, or has changed since the state was saved.
         RecsysError: the saved state does not fit, or every state in the folder is damaged.
     """
-    checkpoints = Checkpoints(folder / CHECKPOINTS, pipeline.train.checkpoint.keep)
+    settings = pipeline.train.checkpoint
+    checkpoints = Checkpoints(folder / CHECKPOINTS, settings.keep, settings.copy_to)
     saved = checkpoints.newest()
     state = checkpoint.read_state(saved) if saved else None
     earlier = saved_config(state, saved) if saved and state else pipeline

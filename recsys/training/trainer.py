@@ -86,6 +86,7 @@ class Trainer:
                 evaluated = self._maybe_evaluate()
                 self._maybe_save(evaluated)
             self._show_checkpoint(self._session.checkpoints.wait())
+            self._session.checkpoints.require_copied()
             self._session.end()
             self._maybe_diagnose_best()
         return self._outcome()

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recsys import files
 from recsys.training import checkpoint
 from recsys.training.distributed import process_group
 from tests.integration import ranks
@@ -79,6 +80,7 @@ def two_ranks(folder, jobs) -> Path:
     """All jobs on two ranks with half the batch, below `two`; and those that only two ranks can do."""
     grown = [*STILL, *AVERAGED, *LONGER]
     assert train(folder / "one" / "grown", *STILL, *AVERAGED) == 0
+    copied = f'train.checkpoint.copy_to="file://{folder}/copies"'
     often = [*STILL, *HALF, "train.checkpoint.every_steps=6", "train.num_steps=40"]
     often += ["train.evaluation.every_steps=100"]
     warm = [*STILL, *rows_in_another_order(folder)]
@@ -87,7 +89,7 @@ def two_ranks(folder, jobs) -> Path:
         for name, overrides in jobs.items()
     ]
     listed += [
-        {"folder": str(folder / "two" / "shrunk"), "overrides": [*STILL, *AVERAGED, *HALF]},
+        {"folder": str(folder / "two" / "shrunk"), "overrides": [*STILL, *AVERAGED, *HALF, copied]},
         {
             "folder": str(folder / "one" / "grown"),
             "overrides": grown,
@@ -194,6 +196,8 @@ def test_rows_of_two_ranks_are_carried_over_as_in_one_process(folder, two_ranks)
 
 def test_a_run_goes_on_with_fewer_ranks(folder, two_ranks):
     run = two_ranks / "shrunk"
+    assert files.manifest_faults(folder / "copies" / "step-00000008") == []
+    assert_same_tensors(run / "checkpoints" / "step-00000008", folder / "copies" / "step-00000008")
     pipeline = ranks.config.prepare(ranks.CONFIG, [*STILL, *AVERAGED, *HALF, *LONGER]).pipeline
     with process_group() as processes:
         session = ranks.open_session(pipeline, run, processes)
