@@ -49,7 +49,8 @@ class StateWriter:
         aside = self.path.with_name(f".{self.path.name}.partial")
         on_main(lambda: _prepare(aside, self.needed), self.group)
         try:
-            writer = dcp.FileSystemWriter(aside)
+            # With copies ahead, the writer would use the GPU, which may be recording a graph.
+            writer = dcp.FileSystemWriter(aside, per_thread_copy_ahead=0)
             dcp.save(dict(tensors), storage_writer=writer, process_group=self.group, no_dist=not self.group)
         except (CheckpointException, RuntimeError, OSError) as error:
             fault = _explain(error, aside, self.needed)

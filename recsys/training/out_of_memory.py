@@ -15,7 +15,7 @@ _MOST_TABLES = 5
 
 _REMEDIES = (
     "To need less: a smaller data.batch_size, with train.accumulate_batches so that a step sees as many "
-    "rows; a smaller data.max_history_len; model.precision: BF16; `recompute` of the mixer. If tables are what is "
+    "rows; a smaller data.max_history_len; model.precision: BF16; `recompute` of the mixer. If tables are "
     "large: more processes with model.embedding.placement: SHARDED, or fewer rows.",
     "Another --run-dir with train.init_from { path: ... optimizer: true } goes on with other settings.",
 )

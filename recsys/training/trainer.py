@@ -2,9 +2,10 @@
 
 The parts are elsewhere: `train_step` turns a batch into a loss, `optimizers` update weights, `session` builds
 and saves, and hooks show what happens. All ranks run the same loop. What only one rank knows (a signal, a
-full disk, a loss that is not finite) reaches the others in the single sum of each step. On a GPU the loop reads that sum
-one batch late, so that the host prepares a step while the device computes the one before. Before results are
-shown or saved, all of them are read. A state is copied between two steps and written during the next ones.
+full disk, a loss that is not finite) reaches the others in the single sum of each step. On a GPU the loop
+reads that sum one batch late, so that the host prepares a step while the device computes the one before.
+Before results are shown or saved, all of them are read. A state is copied between two steps and written
+during the next ones.
 """
 
 import logging
