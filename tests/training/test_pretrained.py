@@ -41,16 +41,16 @@ def test_rows_take_the_vectors_of_their_ids(tmp_path, caplog, kind):
     chosen = [*IDS[200:], 10**12, *IDS[:100], 10**12 + 1]
     vectors = np.random.default_rng(0).normal(size=(len(chosen), 16)).astype(np.float32)
     override = write(tmp_path / "x.parquet", chosen, vectors, kind)
-    plain, found = initialized(), initialized(override)
+    plain, actual = initialized(), initialized(override)
     by_id, mapping = (
         dict(zip(chosen, vectors, strict=True)),
         mappings(config.prepare(CONFIG).pipeline)["item_id"],
     )
     for id, row in zip(IDS, mapping.map(pa.array(IDS)).tolist(), strict=True):
         expected = torch.from_numpy(by_id[id]) if id in by_id else plain[WEIGHT][row]
-        assert torch.equal(found[WEIGHT][row], expected)
-    assert torch.equal(found[WEIGHT][0], plain[WEIGHT][0])
-    assert all(torch.equal(found[name], plain[name]) for name in plain if name != WEIGHT)
+        assert torch.equal(actual[WEIGHT][row], expected)
+    assert torch.equal(actual[WEIGHT][0], plain[WEIGHT][0])
+    assert all(torch.equal(actual[name], plain[name]) for name in plain if name != WEIGHT)
     assert (
         f"{len(chosen) - 2:,} rows begin with vectors of {tmp_path}/x.parquet, 2 of its ids are not"
         in caplog.text
@@ -61,10 +61,10 @@ def test_a_bucket_takes_the_vector_of_its_first_id(tmp_path, caplog):
     caplog.set_level("INFO", "recsys")
     vectors = np.arange(40 * 16, dtype=np.float32).reshape(40, 16)
     override = write(tmp_path / "x.parquet", IDS[:40], vectors)
-    found = initialized("features[0].id={hash {num_buckets: 20}}", override)[WEIGHT]
+    actual = initialized("features[0].id={hash {num_buckets: 20}}", override)[WEIGHT]
     buckets = HashBuckets(20).map(pa.array(IDS[:40])).tolist()
     for bucket in set(buckets):
-        assert torch.equal(found[bucket], torch.from_numpy(vectors[buckets.index(bucket)]))
+        assert torch.equal(actual[bucket], torch.from_numpy(vectors[buckets.index(bucket)]))
     assert f"{40 - len(set(buckets))} of its ids share a bucket with an earlier one" in caplog.text
 
 
@@ -122,7 +122,7 @@ def test_a_run_begins_with_them_and_a_library_model_too(tmp_path):
     ]
     for model in models:
         answer = model.embeddings(feature="item_id")
-        found = dict(zip(answer["id"].to_pylist(), answer["vector"].to_pylist(), strict=True))
-        assert all(np.array_equal(np.float32(found[id]), vectors[i]) for i, id in enumerate(IDS))
+        actual = dict(zip(answer["id"].to_pylist(), answer["vector"].to_pylist(), strict=True))
+        assert all(np.array_equal(np.float32(actual[id]), vectors[i]) for i, id in enumerate(IDS))
     with pytest.raises(ConfigError, match=r"init_from.optimizer: a model without a run has no states"):
         recsys.build(recsys.config(CONFIG, [earlier, "train.init_from.optimizer=true"]))

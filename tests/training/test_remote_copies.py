@@ -69,8 +69,8 @@ def test_a_run_goes_on_in_another_folder(tmp_path):
     later = {step: x for step, x in records(tmp_path / "whole").items() if step > stopped}
     assert records(tmp_path / "second") == later
     last = "checkpoints/step-00000016"
-    one, other = tensors(tmp_path / "whole" / last), tensors(tmp_path / "second" / last)
-    assert all((one[name] == other[name]).all() for name in one)
+    expected, actual = tensors(tmp_path / "whole" / last), tensors(tmp_path / "second" / last)
+    assert all((expected[name] == actual[name]).all() for name in expected)
 
 
 def test_an_address_that_fails_is_a_warning_and_an_error_at_the_end(
@@ -96,4 +96,4 @@ def test_an_address_that_fails_is_a_warning_and_an_error_at_the_end(
 def test_validation_knows_protocols(tmp_path):
     pipeline = config.prepare(CONFIG, ["train.checkpoint.copy_to='memry://x'"]).pipeline
     (fault,) = compare_with_files(pipeline).faults
-    assert fault.startswith("memry://x: memry:// is no known protocol. Did you mean memory://?")
+    assert fault.startswith("memry://x: memry:// is not a known protocol. Did you mean memory://?")

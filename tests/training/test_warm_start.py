@@ -134,7 +134,7 @@ def test_names_on_one_side_only_are_reported_and_a_resumed_run_is_not_warm(tmp_p
         (
             ["features[2].id={hash {num_buckets: 10} embedding_dim: 8}"],
             'include: "embed.*" exclude: "heads.*"',
-            "train.init_from.exclude[0]: 'heads.*' fits none of 23 names. Did you mean head.*?",
+            "train.init_from.exclude[0]: 'heads.*' matches none of the 23 names. Did you mean head.*?",
         ),
     ],
 )  # fmt: skip
@@ -188,19 +188,19 @@ def vocabulary_of(ids: list, table: str | None = None) -> Vocabulary:
 @pytest.mark.parametrize("sharded", ["t", None])
 def test_rows_of_a_table_that_is_not_sharded_are_found_in_one_that_is(sharded):
     before, now = vocabulary_of(["a", "b", "c", "d"]), vocabulary_of(["d", "x", "b"], sharded)
-    found = CarryOver("t", before, now).sources(np.arange(4))
-    by_id = dict(zip(now.original(np.arange(4)).to_pylist(), found.tolist(), strict=True))
+    actual = CarryOver("t", before, now).sources(np.arange(4))
+    by_id = dict(zip(now.original(np.arange(4)).to_pylist(), actual.tolist(), strict=True))
     assert by_id == {None: 0, "d": 4, "x": NONE, "b": 2}
 
 
 def test_ids_take_the_row_of_their_bucket_and_buckets_that_of_their_most_frequent_id():
     ids, hashed = list(range(100, 140)), HashBuckets(7)
     bucket = {id: int(hashed.map(pa.array([id]))[0]) for id in ids}
-    found = CarryOver("t", hashed, vocabulary_of(ids)).sources(np.arange(41))
-    assert found.tolist() == [NONE, *(bucket[id] for id in ids)]
-    found = CarryOver("t", vocabulary_of(ids[:5]), hashed).sources(np.arange(7))
+    actual = CarryOver("t", hashed, vocabulary_of(ids)).sources(np.arange(41))
+    assert actual.tolist() == [NONE, *(bucket[id] for id in ids)]
+    actual = CarryOver("t", vocabulary_of(ids[:5]), hashed).sources(np.arange(7))
     first = {b: next((i + 1 for i, id in enumerate(ids[:5]) if bucket[id] == b), NONE) for b in range(7)}
-    assert found.tolist() == [first[b] for b in range(7)]
+    assert actual.tolist() == [first[b] for b in range(7)]
     assert NONE in first.values() and len(set(first.values())) > 2
 
 
