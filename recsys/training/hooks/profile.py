@@ -42,12 +42,13 @@ class Profile(Hook):
         """Writes the trace of a run that ended before enough steps were recorded."""
         if self._profiler is None:
             return
-        ended_early = self._profiler.step_num <= BEFORE
-        self._profiler.stop()
-        self._profiler = None
-        if ended_early:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        if profiler.step_num <= BEFORE:
             log.warning("--profile: the run ended before step %d, so there is no trace", BEFORE + 1)
 
     def _write(self, profiler: profile) -> None:
+        if profiler.step_num <= BEFORE:
+            return
         profiler.export_chrome_trace(str(self._path))
         log.info("profile: %s, open it in https://ui.perfetto.dev", self._path)

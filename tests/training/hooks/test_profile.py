@@ -22,7 +22,7 @@ def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
 
 
 def test_a_run_that_ends_before_the_first_step_has_no_trace(tmp_path, caplog, capsys):
-    assert train_command.main([*flags(tmp_path, "train.num_steps=4", *STILL), "--profile", "3"]) == 0
+    assert train_command.main([*flags(tmp_path, "train.num_steps=5", *STILL), "--profile", "3"]) == 0
     assert "--profile: the run ended before step 6, so there is no trace" in caplog.text
     assert not (tmp_path / "profile.json.gz").exists()
     assert train_command.main([*flags(tmp_path), "--dry-run", "--profile", "3"]) == 2
