@@ -236,8 +236,8 @@ def _initialize(module: base.Model, pipeline: pb.Pipeline) -> None:
     if not pipeline.train.HasField("init_from"):
         return
     if pipeline.train.init_from.optimizer:
-        what = "a model without a run has no states of optimizers; only recsys.train takes them"
-        raise ConfigError(f"train.init_from.optimizer: {what}")
+        problem = "a model without a run has no states of optimizers; only recsys.train takes them"
+        raise ConfigError(f"train.init_from.optimizer: {problem}")
     path = warm_start.find_state(pipeline.train.init_from)
     weights = {MODEL + name: tensor for name, tensor in module.state_dict().items()}
     constants = {MODEL + name for name, _ in module.named_buffers()}

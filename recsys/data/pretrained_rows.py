@@ -71,8 +71,8 @@ class PretrainedTable:
                 raise DataError(f"{self._place}: {columns[0]} has nulls between rows {self._span(batch)}")
             is_vocabulary = isinstance(mapping, Vocabulary)
             if is_vocabulary and mapping.is_text != is_text(ids.type):
-                what = f"{columns[0]} is {ids.type}, the ids of {mapping.name} are {mapping.ids.type}"
-                raise DataError(f"{self._place}: {what}; write ids of that type")
+                problem = f"{columns[0]} is {ids.type}, the ids of {mapping.name} are {mapping.ids.type}"
+                raise DataError(f"{self._place}: {problem}; write ids of that type")
             rows = mapping.map(ids, np.int64)
             places = np.flatnonzero(rows) if is_vocabulary else np.arange(len(rows))
             self.unknown += len(rows) - len(places)
@@ -94,21 +94,21 @@ class PretrainedTable:
         """Describes what was read, for the log."""
         unknown = f", {self.unknown:,} of its ids are not in the vocabulary" if self.unknown else ""
         shared = f", {self.shared:,} of its ids share a bucket with an earlier one" if self.shared else ""
-        what = f"{self.used:,} rows begin with vectors of {self._config.parquet}"
-        return f"table {self.table}: {what}{unknown}{shared}"
+        used = f"{self.used:,} rows begin with vectors of {self._config.parquet}"
+        return f"table {self.table}: {used}{unknown}{shared}"
 
     def _check_columns(self) -> None:
         schema, config = self._file.schema_arrow, self._config
         for column in (config.id_column, config.vector_column):
             if schema.names.count(column) != 1:
-                what = f"it has not one column {column!r}, only {', '.join(schema.names)}"
-                raise DataError(f"{self._place}: {what}; set id_column and vector_column")
+                problem = f"it has not one column {column!r}, only {', '.join(schema.names)}"
+                raise DataError(f"{self._place}: {problem}; set id_column and vector_column")
         ids, kind = schema.field(config.id_column).type, schema.field(config.vector_column).type
         if not (pa.types.is_integer(ids) or is_text(ids)):
             raise DataError(f"{self._place}: {config.id_column} is {ids}; allowed are integers and strings")
         if not is_list(kind) or not pa.types.is_floating(kind.value_type):
-            what = f"{config.vector_column} is {kind}; allowed are lists of floating-point numbers"
-            raise DataError(f"{self._place}: {what}")
+            problem = f"{config.vector_column} is {kind}; allowed are lists of floating-point numbers"
+            raise DataError(f"{self._place}: {problem}")
         if pa.types.is_fixed_size_list(kind) and kind.list_size != self._width:
             raise self._wrong_width(kind.list_size)
 
@@ -125,8 +125,8 @@ class PretrainedTable:
         return values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(column), self._width)
 
     def _wrong_width(self, width: int) -> DataError:
-        what = f"its vectors have {width} numbers, the table is {self._width} wide"
-        return DataError(f"{self._place}: {what}; make id.embedding_dim equal, or reduce the vectors")
+        problem = f"its vectors have {width} numbers, the table is {self._width} wide"
+        return DataError(f"{self._place}: {problem}; make id.embedding_dim equal, or reduce the vectors")
 
     def _check_finite(self, values: np.ndarray, ids: pa.Array, places: np.ndarray) -> None:
         broken = np.flatnonzero(~np.isfinite(values).all(axis=1))

@@ -89,10 +89,8 @@ class Checkpoints:
         """
         remote = self._remote
         if remote is not None:
-            on_main(
-                lambda: None if self.steps() else remote.fetch(self.folder, _best_name), self._own_group()
-            )
-        return on_main(self.newest_here, self._own_group())
+            on_main(lambda: None if self.steps() else remote.fetch(self.folder, _best_name), self.group())
+        return on_main(self.newest_here, self.group())
 
     def save(self, tensors: Tensors, state: SavedState) -> Path:
         """Writes a state and returns its folder: `begin`, then `wait`. Collective."""
@@ -121,7 +119,7 @@ class Checkpoints:
             path=self.folder / _name(state.progress.step),
             state=json.dumps(state.to_json(), indent=1, allow_nan=False),
             needed=sum(gather(local_bytes(tensors))),
-            group=self._own_group(),
+            group=self.group(),
         )
         copies = self._copies.take(dict(tensors))
 
@@ -164,6 +162,13 @@ class Checkpoints:
         """Whether the state that was being written could not be written, on this rank."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
+    def group(self) -> dist.ProcessGroup | None:
+        """Returns a group for states alone, since a thread must not use the one that training uses, and waits
+        longer; None in a single process. Collective at first."""
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
+        return self._group
+
     def newest_here(self) -> Path | None:
         """Returns the newest undamaged state on the disk as this rank sees it, or None. Not collective."""
         for path in reversed(self.steps()):
@@ -173,13 +178,6 @@ class Checkpoints:
             self._damaged.add(path)
             log.warning("checkpoint %s is damaged and skipped: %s", path.name, "; ".join(faults))
         return None
-
-    def _own_group(self) -> dist.ProcessGroup | None:
-        """Returns a group for states alone, since a thread must not use the one that training uses, and waits
-        longer; None in a single process. Collective at first."""
-        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
-        return self._group
 
     def _written(self, path: Path, best: Best | None) -> None:
         self._damaged.discard(path)

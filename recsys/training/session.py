@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -163,7 +164,9 @@ class Session:
         Raises:
             ConfigError, DataError, RecsysError: as `warm_start.find_state` and `warm_start.load`.
         """
-        path = on_main(lambda: warm_start.find_state(self.pipeline.train.init_from))
+        # Its files are checked against their hashes, which may take longer than other ranks wait otherwise.
+        find = partial(warm_start.find_state, self.pipeline.train.init_from)
+        path = on_main(find, self.checkpoints.group())
         constants = {name for name, _ in self.wrapped.named_buffers()}
         states = self._optimizer_tensors()
         report = warm_start.load(self.pipeline, path, self.wrapped.state_dict(), constants, states)

@@ -88,17 +88,15 @@ class Report:
         states = len(self.loaded) - len(parameters)
         more = f", {states} states of optimizers" if states else ""
         lines = [f"starting with weights of {self.checkpoint}: {len(parameters)} parameters taken{more}"]
-        for what, names in (
+        for meaning, names in (
             ("excluded", self.excluded),
             ("not in the checkpoint, so they keep their initial values", self.missing),
             ("in the checkpoint but not in the model", self.unused),
         ):
-            lines += [f"{what}: {len(names)}: {', '.join(names)}"] if names else []
+            lines += [f"{meaning}: {len(names)}: {', '.join(names)}"] if names else []
         for table, rows in self.tables.items():
-            what = (
-                f"{rows.carried:,} of {rows.before:,} rows carried over by id, {rows.initial:,} rows are new"
-            )
-            lines.append(f"table {table}: {what}")
+            carried = f"{rows.carried:,} of {rows.before:,} rows carried over by id"
+            lines.append(f"table {table}: {carried}, {rows.initial:,} rows are new")
         return lines
 
 
@@ -112,12 +110,12 @@ def find_state(config: pb.InitFrom) -> Path:
     path = Path(config.path)
     if (path / checkpoint.STATE).is_file():
         if config.HasField("checkpoint"):
-            what = f"{path} is a checkpoint already; leave it out, or give the run folder in path"
-            raise ConfigError(f"train.init_from.checkpoint: {what}")
+            problem = f"{path} is a checkpoint already; leave it out, or give the run folder in path"
+            raise ConfigError(f"train.init_from.checkpoint: {problem}")
         return checkpoint.require_whole(path)
     if not (path / CHECKPOINTS).is_dir():
-        what = f"{path} is neither the folder of a run nor of a checkpoint"
-        raise ConfigError(f"train.init_from.path: {what}; relative paths count from {Path.cwd()}")
+        problem = f"{path} is neither the folder of a run nor of a checkpoint"
+        raise ConfigError(f"train.init_from.path: {problem}; relative paths count from {Path.cwd()}")
     return checkpoint.find(path / CHECKPOINTS, config.checkpoint or "newest")
 
 
@@ -305,8 +303,8 @@ def _mismatches(
 
 def _mismatch(name: str, there: list[int], here: list[int]) -> str:
     pattern = name.removeprefix(OPTIMIZER).removeprefix(MODEL)
-    what = f"{name}: {there} in the checkpoint, {here} in this model"
-    return f'train.init_from: {what}. Make them equal, or leave it out with exclude: "{pattern}"'
+    problem = f"{name}: {there} in the checkpoint, {here} in this model"
+    return f'train.init_from: {problem}. Make them equal, or leave it out with exclude: "{pattern}"'
 
 
 def _fill(
