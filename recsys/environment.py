@@ -69,12 +69,15 @@ _WRONG_WARNINGS = (
     "is_fx_tracing will return true for both fx.symbolic_trace and torch.export",
 )
 
-_WARNINGS_ON_CUDA = (
+_NEEDLESS_WARNINGS = (
     r".*_get_pg_default_device",
     "Multiple backends are registered with this ProcessGroup",
     "TBE B200 optimization",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
+    "torch.distributed is disabled, unavailable or uninitialized",
 )
-"""Regular expressions for the beginnings of warnings that TorchRec 1.6 and FBGEMM 1.6 give on every GPU."""
+"""Regular expressions for the beginnings of needless warnings: of TorchRec 1.6 and FBGEMM 1.6 on every GPU,
+and of torch about checkpoints of sharded tables or of one process."""
 
 
 def tested_row(torch_version: str) -> Row | None:
@@ -238,13 +241,14 @@ def import_torchrec_quietly() -> ModuleType:
     - On CUDA, TorchRec asks torch for the device of a process group with two backends, through a deprecated
       function that also warns about the two backends; FBGEMM warns that this GPU is not of the next
       generation.
+    - torch deprecates ShardedTensor, which TorchRec uses, and warns that a checkpoint has a single process.
 
     Raises:
         InstallationError: torchrec cannot be imported.
     """
     quiet_torch()
-    for beginning in _WARNINGS_ON_CUDA:
-        warnings.filterwarnings("ignore", message=beginning, category=UserWarning)
+    for beginning in _NEEDLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=beginning)
     try:
         with _quiet_root_logger():
             module = importlib.import_module("torchrec")

@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -158,11 +158,32 @@ def locked(path: Path) -> Iterator[bool]:
             yield True
 
 
-def write_manifest(folder: Path) -> None:
-    """Writes `manifest.json` with the hash and size in bytes of every other file of a folder."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    files = {str(p.relative_to(folder)): {"sha256": sha256(p), "bytes": p.stat().st_size} for p in paths}
-    write_text(folder / MANIFEST, json.dumps({"files": files}, indent=1))
+def write_manifest(folder: Path, hashed: Mapping[str, "ListedFile"] | None = None) -> None:
+    """Writes `manifest.json` with the hash and size in bytes of every other file of a folder.
+
+    Args:
+        folder: the folder.
+        hashed: entries of files that need not be read again, by path in the folder.
+    """
+    entries = listed(folder, "*", leave_out={MANIFEST, *(hashed or {})}) | dict(hashed or {})
+    content = {"files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
+    write_text(folder / MANIFEST, json.dumps(content, indent=1))
+
+
+def listed(folder: Path, pattern: str, leave_out: Collection[str] = ()) -> dict[str, "ListedFile"]:
+    """Returns the manifest's entry of each file in a folder, at any depth, by its path in the folder.
+
+    Args:
+        folder: the folder.
+        pattern: pattern of the files' names.
+        leave_out: paths in the folder that are not read.
+    """
+    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob(pattern)) if path.is_file()}
+    return {
+        name: ListedFile(sha256(path), path.stat().st_size)
+        for name, path in names.items()
+        if name not in leave_out
+    }
 
 
 def manifest_faults(folder: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """Implements `recsys.build` and `recsys.load`, and the `Model` that they return."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +26,13 @@ from recsys.inference.item_embeddings import vector_table
 from recsys.inference.package import DESCRIPTION, Package
 from recsys.inference.predictor import Predictor
 from recsys.models import base, build_model
-from recsys.training import checkpoint
+from recsys.training import checkpoint, pretrained, warm_start
+from recsys.training.names import MODEL
 from recsys.training.resume import require_same_model
 from recsys.training.session import CHECKPOINTS
 from recsys.training.state import capture_rng, restore_rng, seed_everything
+
+log = logging.getLogger(__name__)
 
 
 class Model:
@@ -200,22 +204,45 @@ def build(cfg: Config) -> Model:
 
     >>> model = recsys.build(recsys.config("configs/quickstart.config"))
 
-    The model is on the GPU if there is one. The random generators of the process do not change.
+    Weights that `train.init_from` and `id.init_from` of features name are taken here, so that `fit` begins
+    with them. The model is on the GPU if there is one. The random generators of the process do not change.
 
     Raises:
-        ConfigError: `cfg` is not a `Config`.
+        ConfigError: `cfg` is not a `Config`, or weights that it names do not fit.
+        DataError: a file of pretrained vectors, or a vocabulary of the earlier run, cannot be used.
     """
     if not isinstance(cfg, Config):
         raise ConfigError(
             f"cfg: a {type(cfg).__name__} is given; recsys.config makes a config of a text or file"
         )
+    module = _random_module(cfg.pipeline)
+    _initialize(module, cfg.pipeline)
+    return Model(cfg, module.to(device()))
+
+
+def _random_module(pipeline: pb.Pipeline) -> base.Model:
+    """Builds a model on the CPU with weights of `train.seed`; the generators of the process do not change."""
     before = capture_rng(device())
     try:
-        seed_everything(cfg.pipeline.train.seed)
-        module = build_model(cfg.pipeline)
+        seed_everything(pipeline.train.seed)
+        return build_model(pipeline)
     finally:
         restore_rng(before, device())
-    return Model(cfg, module.to(device()))
+
+
+def _initialize(module: base.Model, pipeline: pb.Pipeline) -> None:
+    """Takes pretrained rows and weights of an earlier run, as the config asks."""
+    pretrained.initialize(module.state_dict(), pipeline)
+    if not pipeline.train.HasField("init_from"):
+        return
+    if pipeline.train.init_from.optimizer:
+        problem = "a model without a run has no states of optimizers; only recsys.train takes them"
+        raise ConfigError(f"train.init_from.optimizer: {problem}")
+    path = warm_start.find_state(pipeline.train.init_from)
+    weights = {MODEL + name: tensor for name, tensor in module.state_dict().items()}
+    constants = {MODEL + name for name, _ in module.named_buffers()}
+    for line in warm_start.load(pipeline, path, weights, constants, alone=True).lines():
+        log.info("%s", line)
 
 
 def load(folder: str | Path, which: str = "best") -> Model:
@@ -243,9 +270,9 @@ def load(folder: str | Path, which: str = "best") -> Model:
     cfg = config(folder / configs.FILE_NAME)
     path = checkpoint.find(folder / CHECKPOINTS, which)
     require_same_model(checkpoint.read_state(path), cfg.pipeline, path)
-    model = build(cfg)
-    checkpoint.load_weights(path, model.require_module("loaded"))
-    return model
+    module = _random_module(cfg.pipeline)
+    checkpoint.load_weights(path, module)
+    return Model(cfg, module.to(device()))
 
 
 def _copy(pipeline: pb.Pipeline) -> pb.Pipeline:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 from recsys import protos as pb
 from recsys.config.checks import lines
 from recsys.config.checks.effects import behind_the_end
+from recsys.data.filesystems import open_filesystem
+from recsys.data.pretrained_rows import pretrained_tables
 from recsys.data.sources import Source, open_source
 from recsys.errors import DataError
 
@@ -20,7 +22,7 @@ class FileFindings(NamedTuple):
 
 def compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> FileFindings:
     """Finds missing or wrong columns in the files of each split, and settings that take effect only after the
-    last step.
+    last step, and files of pretrained vectors and addresses of checkpoints that cannot be used.
 
     Files that cannot be opened cause a warning, because a config may be checked on a machine without its
     data.
@@ -47,6 +49,12 @@ def compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str] | None =
             faults += told[:-1] if faults else told
         if split == "train" and pipeline.train.HasField("num_epochs"):
             warnings += lines(list(behind_the_end(pipeline, _steps(pipeline, source))), locations or {})
+    try:
+        pretrained_tables(pipeline)
+        if pipeline.train.checkpoint.copy_to:
+            open_filesystem(pipeline.train.checkpoint.copy_to)
+    except DataError as error:
+        faults.append(str(error))
     return FileFindings(faults, warnings)
 
 

@@ -5,6 +5,7 @@ the previous step. TorchRec's pipeline traces `EmbeddingGroup.look_up` down to t
 calls modules and never reads values.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,16 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.ops import segment_sum
+
+_WEIGHT = re.compile(r"(?:.*\.)?tables\.dim_[0-9]+\w*\.embeddings\.(.+)_table\.weight")
+
+
+def table_of(name: str) -> str | None:
+    """Returns the embedding table that a model's parameter holds, by the parameter's name; None if it holds
+    none."""
+    match = _WEIGHT.fullmatch(name)
+    return match[1] if match else None
+
 
 LookedUp = Sequence[dict[str, JaggedTensor]]
 """For each collection of tables, column -> the vectors of its ids."""

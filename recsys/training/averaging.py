@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import Shard
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torchrec.distributed.types import ShardedTensor
 
 from recsys import protos as pb
 from recsys.training.checkpoint import AVERAGE, MODEL, Tensors, local_parts
+from recsys.training.host_copies import copied
 
 _CHUNK = 2**24
 """Number of elements swapped at a time. The temporary copy takes 64 MiB of float32."""
@@ -39,7 +39,7 @@ class WeightAverage:
             for name, weight in weights.items()
             if name not in constants and (isinstance(weight, ShardedTensor) or weight.is_floating_point())
         }
-        self._averages = {name: _copy(weight) for name, weight in kept.items()}
+        self._averages = {name: copied(weight) for name, weight in kept.items()}
         self._live, self._average = local_parts(kept), local_parts(self._averages)
         self._config = config
         chosen = config.swa if config.HasField("swa") else config.ema
@@ -111,12 +111,3 @@ def describe(config: pb.WeightAveraging) -> str:
         swa = config.swa
         return f"mean of the weights after every {swa.every_steps} step(s) from step {swa.start_step} on"
     return f"exponential moving average, decay {config.ema.decay:g}, every {config.ema.every_steps} step(s)"
-
-
-def _copy(tensor: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
-    if not isinstance(tensor, ShardedTensor):
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-    shards = [Shard(shard.tensor.detach().clone(), shard.metadata) for shard in tensor.local_shards()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, tensor.metadata(), process_group=tensor._process_group
-    )

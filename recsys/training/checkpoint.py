@@ -2,7 +2,8 @@
 
 `checkpoints/step-00001000/` holds the tensors as torch.distributed.checkpoint writes them, `state.json` with
 everything that is not a tensor, and `manifest.json` with a hash of every file. A state is written to a
-temporary folder, which is renamed when it is complete. A folder whose manifest is missing or does not match
+temporary folder, which is renamed when it is complete; `checkpoint_writer` does this while the run trains. A
+folder whose manifest is missing or does not match
 is ignored, so a run that is killed while it saves falls back to the previous state. Loading a state executes
 no code from its files.
 """
@@ -10,14 +11,14 @@ no code from its files.
 import json
 import logging
 import re
-import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,18 +26,26 @@ from torchrec.distributed.types import ShardedTensor
 
 from recsys import files, typed_json
 from recsys.errors import ConfigError, RecsysError
+from recsys.training import host_copies
+from recsys.training.checkpoint_writer import STATE, StateWriter, in_background, message_of
 from recsys.training.distributed import gather, on_main
+from recsys.training.host_copies import HostCopies
 from recsys.training.names import MODEL
+from recsys.training.remote_copies import RemoteCopies
 from recsys.training.restricted_unpickler import DAMAGED_TENSORS, SafeReader, read_metadata
 from recsys.training.state import Best, SavedState
 
-STATE = "state.json"
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of a run's states, in the run folder."""
 
 _STATE = re.compile(r"step-[0-9]{8,15}")
 """Matches the folders of states, see `_name`."""
 
 AVERAGE = "average."
 """Prefix of the names of averaged weights (see `averaging`); the rest is the name of the weight."""
+
+_SLOWEST_RANK = timedelta(minutes=30)
+"""How long ranks wait for the one that takes longest to write, check or fetch files."""
 
 Tensors = Mapping[str, Tensor | ShardedTensor]
 
@@ -46,51 +55,119 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """The saved states of one run.
 
-    `newest` and `save` are collective: all ranks must call them, and all return or raise the same.
+    `newest`, `save` and `begin` are collective: all ranks must call them, and all return or raise the same.
+    At most one state is being written at a time.
 
     Args:
         folder: `run_dir/checkpoints`, on a disk that all ranks see.
         keep: number of newest undamaged states that pruning leaves, at least 2. The best state survives too.
+        copy_to: address to which states are copied; "" for none.
     """
 
-    def __init__(self, folder: Path, keep: int = 2):
+    def __init__(self, folder: Path, keep: int = 2, copy_to: str = ""):
         if keep < 2:
             raise ValueError(f"keep must be at least 2, got {keep}: one state may turn out damaged")
         self.folder = folder
         self.keep = keep
         self._damaged: set[Path] = set()
+        self._copies = HostCopies()
+        self._remote = RemoteCopies(copy_to) if copy_to else None
+        self._writing: Future[Path] | None = None
+        self._group: dist.ProcessGroup | None = None
 
     def steps(self) -> list[Path]:
         """Returns the folders of all saved states, oldest first, damaged ones included. Not collective."""
         return sorted(path for path in self.folder.glob("step-*") if _STATE.fullmatch(path.name))
 
     def newest(self) -> Path | None:
-        """Returns the newest undamaged state, or None; warns about damaged states. Collective."""
-        return on_main(self.newest_here)
+        """Returns the newest undamaged state, or None; warns about damaged states. Collective.
+
+        If the folder has no states at all, copies are fetched first.
+
+        Raises:
+            RecsysError: the address of the copies cannot be read.
+        """
+        remote = self._remote
+        if remote is not None:
+            on_main(lambda: None if self.steps() else remote.fetch(self.folder, _best_name), self.group())
+        return on_main(self.newest_here, self.group())
 
     def save(self, tensors: Tensors, state: SavedState) -> Path:
-        """Writes a state, then removes states that need not be kept. Collective.
+        """Writes a state and returns its folder: `begin`, then `wait`. Collective."""
+        self.begin(tensors, state)
+        path = self.wait()
+        if path is None:
+            raise ValueError("nothing was being written")
+        return path
+
+    def begin(self, tensors: Tensors, state: SavedState) -> None:
+        """Copies a state to host memory; a thread writes it and then removes states that need not be kept.
+
+        Afterwards, the tensors and `state` may change. A state that is still being written is waited for.
+        Collective.
 
         Args:
             tensors: the tensors of this rank by name; a ShardedTensor is written shard by shard.
             state: everything else. Its numbers must not be NaN.
 
         Raises:
+            RecsysError: the state before could not be written. Older ones are untouched.
+        """
+        self.wait()
+        best = state.progress.best
+        writer = StateWriter(
+            path=self.folder / _name(state.progress.step),
+            state=json.dumps(state.to_json(), indent=1, allow_nan=False),
+            needed=sum(gather(local_bytes(tensors))),
+            group=self.group(),
+        )
+        copies = self._copies.take(dict(tensors))
+
+        def write() -> Path:
+            path = writer.write(copies)
+            on_main(lambda: self._written(path, best), writer.group)
+            if self._remote is not None:
+                self._remote.send(path, [x.name for x in self.steps()], writer.group)
+            return path
+
+        self._writing = in_background(write)
+
+    def wait(self) -> Path | None:
+        """Waits for the state that is being written and returns its folder; None if there is none.
+
+        Raises:
             RecsysError: no space is left, or the folder cannot be written. Older states are untouched.
         """
-        path = self.folder / _name(state.progress.step)
-        aside = self.folder / f".{path.name}.partial"
-        needed = sum(gather(local_bytes(tensors)))
-        on_main(lambda: _prepare(aside, needed))
-        try:
-            with _without_advice():
-                dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside))
-        except (CheckpointException, RuntimeError, OSError) as error:
-            fault = _explain(error, aside, needed)
-            on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
-            raise fault from error
-        on_main(lambda: self._publish(aside, path, state, needed))
-        return path
+        writing, self._writing = self._writing, None
+        return None if writing is None else writing.result()
+
+    def require_copied(self) -> None:
+        """Checks that the newest state has been copied, if copies were asked for. Call it after `wait`.
+
+        Raises:
+            RecsysError: it has not; the same on every rank.
+        """
+        if self._remote is not None and self._remote.fault:
+            raise RecsysError(f"{self._remote.fault}. The state itself is in {self.folder}")
+
+    def written(self) -> Path | None:
+        """Returns the folder of a state that has been written since `begin`, once; None if there is none.
+
+        On failure it returns None; `wait` then raises the error.
+        """
+        return self.wait() if self._writing is not None and self._writing.done() and not self.failed else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the state that was being written could not be written, on this rank."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
+    def group(self) -> dist.ProcessGroup | None:
+        """Returns a group for states alone, since a thread must not use the one that training uses, and waits
+        longer; None in a single process. Collective at first."""
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK)
+        return self._group
 
     def newest_here(self) -> Path | None:
         """Returns the newest undamaged state on the disk as this rank sees it, or None. Not collective."""
@@ -102,17 +179,9 @@ class Checkpoints:
             log.warning("checkpoint %s is damaged and skipped: %s", path.name, "; ".join(faults))
         return None
 
-    def _publish(self, aside: Path, path: Path, state: SavedState, needed: int) -> None:
-        try:
-            files.write_text(aside / STATE, json.dumps(state.to_json(), indent=1, allow_nan=False))
-            files.write_manifest(aside)
-            files.publish(aside, path)
-        except OSError as error:
-            fault = _explain(error, aside, needed)
-            shutil.rmtree(aside, ignore_errors=True)
-            raise fault from error
+    def _written(self, path: Path, best: Best | None) -> None:
         self._damaged.discard(path)
-        self._prune(state.progress.best)
+        self._prune(best)
 
     def _prune(self, best: Best | None) -> None:
         """Removes old states and the remains of interrupted saves.
@@ -125,6 +194,11 @@ class Checkpoints:
             path.rename(path.with_name(f".{path.name}.old"))
         for path in self.folder.glob(".step-*"):
             files.remove(path)
+
+
+def _best_name(path: Path) -> list[str]:
+    best = read_state(path).progress.best
+    return [] if best is None else [_name(best.step)]
 
 
 def read_state(path: Path) -> SavedState:
@@ -162,14 +236,14 @@ def find(folder: Path, which: str) -> Path:
             raise RecsysError(
                 f"{path}: there is no such state; the steps that were kept are {kept or '(none)'}"
             )
-        return _require_whole(path)
+        return require_whole(path)
     if which not in ("best", "newest"):
         raise ConfigError(f"checkpoint {which!r}: give best, newest, or the number of a step")
     newest = checkpoints.newest_here()
     if newest is None:
         raise RecsysError(f"{folder}: there is no undamaged checkpoint; train first: python -m recsys.train")
     best = read_state(newest).progress.best
-    return _require_whole(folder / _name(best.step)) if which == "best" and best else newest
+    return require_whole(folder / _name(best.step)) if which == "best" and best else newest
 
 
 def load(path: Path, tensors: Tensors, prefix: str = "") -> None:
@@ -195,7 +269,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         RecsysError: the state is damaged, or a weight is missing, unknown, or has another shape or type.
     """
-    _require_whole(path)
+    require_whole(path)
     weights = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
     _load_evaluated(path, weights, alone=True)
 
@@ -220,11 +294,7 @@ def local_bytes(tensors: Tensors) -> int:
 
 def local_parts(tensors: Tensors) -> list[Tensor]:
     """Returns the tensors on this rank: plain tensors, and this rank's shards of sharded tensors."""
-    parts: list[Tensor] = []
-    for tensor in tensors.values():
-        sharded = isinstance(tensor, ShardedTensor)
-        parts += [shard.tensor for shard in tensor.local_shards()] if sharded else [tensor]
-    return parts
+    return [part for tensor in tensors.values() for part in host_copies.local_parts(tensor)]
 
 
 def _load_evaluated(path: Path, weights: Tensors, alone: bool) -> None:
@@ -235,27 +305,37 @@ def _load_evaluated(path: Path, weights: Tensors, alone: bool) -> None:
         AVERAGE + name.removeprefix(MODEL) if name in averaged else name: tensor
         for name, tensor in weights.items()
     }
-    _fill(path, wanted, prefixed, alone)
+    _require_equal(path, wanted, prefixed)
+    fill(path, wanted, alone=alone)
 
 
 def _load(path: Path, tensors: Tensors, prefix: str, alone: bool) -> None:
     stored = {n: x for n, x in read_metadata(path).state_dict_metadata.items() if n.startswith(prefix)}
-    _fill(path, tensors, stored, alone)
+    _require_equal(path, tensors, stored)
+    fill(path, tensors, alone=alone)
 
 
-def _fill(path: Path, tensors: Tensors, stored: Mapping[str, Any], alone: bool) -> None:
-    with _without_advice():
-        _require_equal(path, tensors, stored)
-        try:
-            dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
-        except (CheckpointException, *DAMAGED_TENSORS) as error:
-            problem = _message(error).strip().splitlines()[-1][:300]
-            raise RecsysError(
-                f"checkpoint {path} cannot be loaded ({problem}); remove it to use an older one"
-            ) from error
+def fill(path: Path, tensors: Tensors, *, alone: bool = False) -> None:
+    """Fills tensors in place with those of the same name and size in a state. Collective unless `alone`.
+
+    Raises:
+        RecsysError: the tensors cannot be read.
+    """
+    try:
+        dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
+    except (CheckpointException, *DAMAGED_TENSORS) as error:
+        problem = message_of(error).strip().splitlines()[-1][:300]
+        raise RecsysError(
+            f"checkpoint {path} cannot be loaded ({problem}); remove it to use an older one"
+        ) from error
 
 
-def _require_whole(path: Path) -> Path:
+def require_whole(path: Path) -> Path:
+    """Returns the folder of a state if it is undamaged.
+
+    Raises:
+        RecsysError: a file is missing or differs from the manifest.
+    """
     if faults := files.manifest_faults(path):
         raise RecsysError(f"checkpoint {path} is damaged: " + "; ".join(faults))
     return path
@@ -265,16 +345,12 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silences torch's warnings about ShardedTensor and about a single process; both are intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit", UserWarning)
-        yield
-
-
 def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> None:
+    if faults := _differences(wanted, stored):
+        raise RecsysError(f"checkpoint {path} does not fit this model:\n" + "\n".join(faults))
+
+
+def _differences(wanted: Tensors, stored: Mapping[str, Any]) -> list[str]:
     faults = [f"{name}: in the checkpoint only" for name in sorted(stored.keys() - wanted.keys())]
     faults += [f"{name}: missing in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
     for name in sorted(wanted.keys() & stored.keys()):
@@ -284,40 +360,8 @@ def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> No
             faults.append(
                 f"{name}: {_describe(*stored_kind)} in the checkpoint, {_describe(*wanted_kind)} in this run"
             )
-    if faults:
-        raise RecsysError(f"checkpoint {path} does not fit this model:\n" + "\n".join(faults))
+    return faults
 
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _prepare(aside: Path, needed: int) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    free = shutil.disk_usage(aside).free
-    if free < needed:
-        aside.rmdir()
-        raise _no_space(aside.parent, needed, free)
-
-
-def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
-    """Explains an error of the checkpoint writer, which reports a full disk as a failed archive seek."""
-    free = shutil.disk_usage(path.parent).free
-    written = sum(x.stat().st_size for x in path.glob("*")) if path.is_dir() else 0
-    if "No space left" in str(error) or free < max(needed - written, 1 << 20):
-        return _no_space(path.parent, needed, free)
-    return RecsysError(f"{path}: the checkpoint could not be written: {_message(error)}")
-
-
-def _message(error: Exception) -> str:
-    """Returns the message of an error. For an error on several ranks, joins their messages without stacks."""
-    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    return "; ".join(dict.fromkeys(str(failure) for failure, _ in failures)) or str(error)
-
-
-def _no_space(folder: Path, needed: int, free: int) -> RecsysError:
-    return RecsysError(
-        f"no space left on {folder}: the checkpoint's tensors have {needed:,} bytes, {free:,} are "
-        "free. Make room and start the same command again: it continues from the last checkpoint."
-    )

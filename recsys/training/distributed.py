@@ -98,17 +98,45 @@ def _device() -> torch.device:
     return torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
 
 
-def gather(value: Result) -> list[Result]:
-    """Returns the `value` of every rank, in rank order, on every rank. Collective."""
+def gather(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Returns the `value` of every rank, in rank order, on every rank. Collective.
+
+    Args:
+        value: anything that pickles.
+        group: a group of all ranks, for a thread that must not use the default group.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def on_main(function: Callable[[], Result]) -> Result:
+def agree(function: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Calls `function` on every rank and returns the results in rank order, on every rank. Collective.
+
+    Raises:
+        RecsysError: on every rank, if a rank raised an OSError or a RecsysError.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = function()
+    except (RecsysError, OSError) as raised:
+        error = raised
+    answers = gather((result, error), group)
+    for _, raised in answers:
+        if raised is not None:
+            raise raised if isinstance(raised, RecsysError) else RecsysError(str(raised)) from raised
+    return [result for result, _ in answers]
+
+
+def on_main(function: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Calls `function` on rank 0 only and returns its result on every rank. Collective.
+
+    Args:
+        function: what rank 0 calls.
+        group: as in `gather`.
 
     Raises:
         RecsysError: on every rank, if rank 0 raised a RecsysError or an OSError.
@@ -120,7 +148,7 @@ def on_main(function: Callable[[], Result]) -> Result:
         except (RecsysError, OSError) as error:
             answer[1] = error
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(answer, src=0)
+        dist.broadcast_object_list(answer, src=0, group=group)
     if isinstance(answer[1], OSError):
         raise RecsysError(str(answer[1])) from answer[1]
     if answer[1] is not None:

@@ -28,6 +28,8 @@ def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
     """
     config.check_device(pipeline, processes.device.type)
     check_kernels(pipeline, processes.device.type)
+    # Otherwise the copies of an earlier run would be fetched.
+    pipeline.train.checkpoint.ClearField("copy_to")
     with tempfile.TemporaryDirectory() as folder:
         session = open_session(pipeline, Path(folder), processes)
         with closing(session.batches()) as batches:

@@ -117,12 +117,17 @@ class ScheduledOptimizer:
                     tensors |= {f"{parameter}.{name}": value for name, value in kept.items()}
         return tensors
 
-    def resume(self, steps: int) -> None:
-        """Resumes after `steps` steps. Call it before the first batch."""
+    def resume(self, steps: int, earlier_batches: int = 0) -> None:
+        """Resumes after `steps` steps. Call it before the first batch.
+
+        Args:
+            steps: steps of this run.
+            earlier_batches: batches of an earlier run that the states of the fused optimizer have seen.
+        """
         self.steps = steps
         if self.fused is not None:
             # The kernel counts batches for Adam's bias correction and does not save its count.
-            self.fused.set_optimizer_step(steps * self.accumulate_batches)
+            self.fused.set_optimizer_step(earlier_batches + steps * self.accumulate_batches)
 
 
 def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimizer:

@@ -9,10 +9,12 @@ import io
 import pickle
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
@@ -86,6 +88,26 @@ def read_metadata(folder: Path) -> Metadata:
         raise RecsysError(f"{path}: {error.strerror}") from error
     except _DAMAGED as error:
         raise RecsysError(f"{path}: not the metadata of a checkpoint ({error})") from error
+
+
+def read_chunks(folder: Path, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yields the stored shards of one tensor, each with the place of its first element in the whole tensor.
+
+    Raises:
+        RecsysError: the metadata or a shard cannot be read.
+    """
+    metadata = read_metadata(folder)
+    for index, info in metadata.storage_data.items():
+        if index.fqn != name:
+            continue
+        try:
+            with (folder / info.relative_path).open("rb") as file:
+                file.seek(info.offset)
+                content = io.BytesIO(file.read(info.length))
+            chunk = torch.load(content, map_location="cpu", weights_only=True)
+        except DAMAGED_TENSORS as error:
+            raise RecsysError(f"{folder / info.relative_path}: {name} cannot be read ({error})") from error
+        yield tuple(index.offset or (0,) * chunk.dim()), chunk
 
 
 def _checked(metadata: object, path: Path) -> Metadata:

@@ -56,6 +56,7 @@ contents.
 MODEL_MAY_CHANGE = (
     "features.id.vocabulary.file",
     "features.id.vocabulary.unknown_rate",
+    "features.id.init_from",
     "model.precision",
 )
 """Fields of `features` and `model` that evaluation and export may change for any model.

@@ -19,7 +19,7 @@ from recsys.errors import ConfigError, RecsysError
 from recsys.evaluation.reference import measure_reference
 from recsys.models import Model, build_model, layout_rule
 from recsys.models.check_kernels import check_kernels
-from recsys.training import averaging, checkpoint, evaluator
+from recsys.training import averaging, checkpoint, evaluator, out_of_memory, run_vocabularies
 from recsys.training.distributed import Processes, on_main, shard
 from recsys.training.hooks import Hook, Outcome, Run, SplitMetrics
 from recsys.training.hooks.console import Console, next_lines
@@ -72,14 +72,16 @@ def train(
 
     Raises:
         ConfigError: the config asks for something that the device cannot do, or for a missing library.
-        RecsysError: another process trains in this folder.
+        RecsysError: another process trains in this folder, a checkpoint cannot be written, or a GPU is full.
     """
     config.check_libraries(pipeline)
     _check_device(pipeline, processes)
     with ExitStack() as stack:
         stack.enter_context(files.naming_full_disk(folder))
         on_main(lambda: _take(folder, stack))
-        return _train(open_session(pipeline, folder, processes, weights), hooks or folder_hooks)
+        session = open_session(pipeline, folder, processes, weights)
+        on_main(lambda: run_vocabularies.keep(pipeline, folder))
+        return _train(session, hooks or folder_hooks)
 
 
 def _check_device(pipeline: pb.Pipeline, processes: Processes) -> None:
@@ -107,6 +109,8 @@ def _train(session: Session, make_hooks: Callable[[Session], list[Hook]]) -> Out
         for hook in hooks:
             hook.started(run)
         return Trainer(session, hooks).run()
+    except torch.OutOfMemoryError as error:
+        raise RecsysError(out_of_memory.explain(session, error)) from error
     finally:
         for hook in hooks:
             hook.close()

@@ -8,10 +8,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedTensor
 
 import recsys.config as config
 from recsys import environment, files
@@ -23,9 +25,9 @@ from recsys.data.loader import Loader
 from recsys.data.schema.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import Model, build_model, layout_rule
-from recsys.training import checkpoint
+from recsys.training import checkpoint, pretrained, warm_start
 from recsys.training.averaging import WeightAverage
-from recsys.training.checkpoint import Checkpoints
+from recsys.training.checkpoint import CHECKPOINTS, Checkpoints
 from recsys.training.distributed import Processes, gather, on_main, shard
 from recsys.training.optimizers import ScheduledOptimizer
 from recsys.training.recorded_step import recorder_for
@@ -45,8 +47,6 @@ from recsys.training.state import (
     seed_everything,
 )
 from recsys.training.train_step import TrainStep
-
-CHECKPOINTS = "checkpoints"
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,18 @@ class Session:
 
     def save(self) -> Path:
         """Saves the whole state and returns its folder. Collective."""
-        state = SavedState(
+        return self.checkpoints.save(self._tensors(), self._state())
+
+    def begin_save(self) -> None:
+        """Copies the whole state, which a thread writes while training goes on. Collective.
+
+        Raises:
+            RecsysError: the state before could not be written.
+        """
+        self.checkpoints.begin(self._tensors(), self._state())
+
+    def _state(self) -> SavedState:
+        return SavedState(
             progress=self.progress,
             rng=gather(capture_rng(self.processes.device)),
             inputs=self.inputs,
@@ -130,12 +141,11 @@ class Session:
             versions=environment.versions(),
             world_size=self.processes.world_size,
         )
-        return self.checkpoints.save(self._tensors(), state)
 
     def restore(self, path: Path, state: SavedState) -> None:
         """Restores all but `progress` from a saved state, resharded to the current ranks. Collective."""
         checkpoint.load(path, self._tensors())
-        self.optimizer.resume(self.progress.step)
+        self.optimizer.resume(self.progress.step, self.progress.earlier_batches)
         rank, device = self.processes.rank, self.processes.device
         if state.world_size == self.processes.world_size:
             try:
@@ -147,6 +157,25 @@ class Session:
                 ) from error
         else:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))
+
+    def start_warm(self) -> None:
+        """Takes weights of the earlier run that `train.init_from` names, and reports them. Collective.
+
+        Raises:
+            ConfigError, DataError, RecsysError: as `warm_start.find_state` and `warm_start.load`.
+        """
+        # Its files are checked against their hashes, which may take longer than other ranks wait otherwise.
+        find = partial(warm_start.find_state, self.pipeline.train.init_from)
+        path = on_main(find, self.checkpoints.group())
+        constants = {name for name, _ in self.wrapped.named_buffers()}
+        states = self._optimizer_tensors()
+        report = warm_start.load(self.pipeline, path, self.wrapped.state_dict(), constants, states)
+        self.progress.earlier_batches = report.batches
+        self.optimizer.resume(0, report.batches)
+        if self.processes.is_main:
+            for line in report.lines():
+                log.info("%s", line)
+        on_main(lambda: warm_start.write(report, self.folder))
 
     def moved(self) -> None:
         """Counts a finished step and updates the average of the weights."""
@@ -181,9 +210,11 @@ class Session:
         Names of weights begin with `model.`, of averaged weights with `average.`, of optimizer states with
         `optimizer.`.
         """
-        moved = {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}
         averages = {} if self.average is None else self.average.tensors(self.progress.step)
-        return dict(self.wrapped.state_dict()) | averages | moved
+        return dict(self.wrapped.state_dict()) | averages | self._optimizer_tensors()
+
+    def _optimizer_tensors(self) -> dict[str, Tensor | ShardedTensor]:
+        return {warm_start.OPTIMIZER + name: tensor for name, tensor in self.optimizer.tensors().items()}
 
 
 def open_session(
@@ -202,7 +233,8 @@ def open_session(
         DataError: a file cannot be used, or has changed since the state was saved.
         RecsysError: the saved state does not fit, or every state in the folder is damaged.
     """
-    checkpoints = Checkpoints(folder / CHECKPOINTS, pipeline.train.checkpoint.keep)
+    settings = pipeline.train.checkpoint
+    checkpoints = Checkpoints(folder / CHECKPOINTS, settings.keep, settings.copy_to)
     saved = checkpoints.newest()
     state = checkpoint.read_state(saved) if saved else None
     earlier = saved_config(state, saved) if saved and state else pipeline
@@ -220,6 +252,10 @@ def open_session(
             if processes.is_main:
                 log.warning("%s", line)
         _warn_of_schedule(session, earlier.train)
+    elif weights is None:
+        pretrained.initialize(session.wrapped.state_dict(), pipeline)
+        if pipeline.train.HasField("init_from"):
+            session.start_warm()
     on_main(lambda: _write_config(folder, pipeline))
     return session
 

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
+WRITE_FAILED = 0
+"""Number, which no signal has, under which ranks count checkpoints that could not be written."""
+
 
 @contextmanager
 def catching_signals(received: dict[int, int], *, announce: bool = False) -> Iterator[None]:

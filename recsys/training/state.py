@@ -67,6 +67,8 @@ class Progress:
         best: the best evaluation so far.
         evaluations_without_gain: number of evaluations since `best`, which patience limits.
         window: losses and counts not yet logged.
+        earlier_batches: batches of an earlier run that the optimizer states have seen, if a warm start took
+            them.
     """
 
     step: int = 0
@@ -76,6 +78,7 @@ class Progress:
     best: Best | None = None
     evaluations_without_gain: int = 0
     window: Window = field(default_factory=Window)
+    earlier_batches: int = 0
 
 
 @dataclass

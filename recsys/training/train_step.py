@@ -19,7 +19,7 @@ from recsys.data.counts import Counts
 from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses, Model
 from recsys.training.recorded_step import LossOfVectors
-from recsys.training.signals import HANDLED
+from recsys.training.signals import HANDLED, WRITE_FAILED
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StepResult:
         samples: number of rows without filler rows.
         tokens: number of tokens of the sequences.
         flop: FLOP of forward and backward pass.
-        signals: how often the ranks received each signal, by number of the signal.
+        signals: how often the ranks received each signal, by number of the signal or `signals.WRITE_FAILED`.
         counts: rows left out or cut.
     """
 
@@ -126,13 +126,14 @@ class SumOverRanks(nn.Module):
         count_flops: counts the FLOP of a forward pass; `Model.flops`.
 
     Attributes:
-        received: how often this process received each signal of `signals.HANDLED`, by number.
+        received: how often this process received each signal of `signals.HANDLED`, by number; and under
+            `signals.WRITE_FAILED`, 1 if a checkpoint could not be written.
     """
 
     def __init__(self, count_flops: Callable[[Batch], int]) -> None:
         super().__init__()
         self.count_flops = count_flops
-        self.received = dict.fromkeys((int(number) for number in HANDLED), 0)
+        self.received = dict.fromkeys((*(int(number) for number in HANDLED), WRITE_FAILED), 0)
         self._weights = torch.empty(0)
 
     def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, PendingResult]:

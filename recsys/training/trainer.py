@@ -2,9 +2,10 @@
 
 The parts are elsewhere: `train_step` turns a batch into a loss, `optimizers` update weights, `session` builds
 and saves, and hooks show what happens. All ranks run the same loop. What only one rank knows (a signal, a
-loss that is not finite) reaches the others in the single sum of each step. On a GPU the loop reads that sum
-one batch late, so that the host prepares a step while the device computes the one before. Before results are
-shown or saved, all of them are read.
+full disk, a loss that is not finite) reaches the others in the single sum of each step. On a GPU the loop
+reads that sum one batch late, so that the host prepares a step while the device computes the one before.
+Before results are shown or saved, all of them are read. A state is copied between two steps and written
+during the next ones.
 """
 
 import logging
@@ -12,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from recsys.training.diagnostics import DiagnosticResults, Diagnostics
 from recsys.training.evaluator import BestMetric, counted, evaluate
 from recsys.training.hooks import Diagnosed, Evaluated, Hook, Outcome, Trained
 from recsys.training.session import Session
-from recsys.training.signals import catching_signals
+from recsys.training.signals import WRITE_FAILED, catching_signals
 from recsys.training.state import Best, Window
 from recsys.training.throughput import Meter, peak_flop_per_s, peak_memory
 from recsys.training.train_step import PendingResult
@@ -78,15 +79,30 @@ class Trainer:
         """
         stream = self._meter.watch(self._session.batches())
         received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main
-        with closing(stream), catching_signals(received, announce=announce):
+        with closing(stream), catching_signals(received, announce=announce), self._finishing_checkpoint():
             while not self._session.finish_reason() and not self._signal:
                 position = self._train(stream)
+                self._show_checkpoint(self._session.checkpoints.written())
                 self._maybe_log(position)
                 evaluated = self._maybe_evaluate()
                 self._maybe_save(evaluated)
+            self._show_checkpoint(self._session.checkpoints.wait())
+            self._session.checkpoints.require_copied()
             self._session.end()
             self._maybe_diagnose_best()
         return self._outcome()
+
+    @contextmanager
+    def _finishing_checkpoint(self) -> Iterator[None]:
+        """Lets a checkpoint that is being written become complete if an error ends the block."""
+        try:
+            yield
+        except Exception:
+            try:
+                self._session.checkpoints.wait()
+            except RecsysError as error:
+                log.error("%s", error)
+            raise
 
     def _train(self, stream: Iterator[Batch]) -> Position:
         """Trains one step: forward and backward on each of its batches, then the update of the weights.
@@ -102,6 +118,8 @@ class Trainer:
             self._pipeline.reset()
             self._batches = islice(stream, (self._evaluate_at - progress.step) * session.accumulate)
         self._rates = session.optimizer.learning_rates()
+        received = session.step.sum_over_ranks.received
+        received[WRITE_FAILED] = int(session.checkpoints.failed)
         position = Position()
         for _ in range(session.accumulate):
             try:
@@ -117,7 +135,7 @@ class Trainer:
             self._read_results(self._late)
         session.moved()
         if session.processes.world_size == 1:
-            self._notice(session.step.sum_over_ranks.received)
+            self._notice(received)
         for hook in self._hooks:
             hook.stepped(progress.step)
         return position
@@ -141,7 +159,13 @@ class Trainer:
             self._notice(result.signals)
 
     def _notice(self, signals: dict[int, int]) -> None:
-        """Remembers a signal, so that the loop ends after this step."""
+        """Remembers a signal, so that the loop ends after this step.
+
+        Raises:
+            RecsysError: a checkpoint could not be written; on all ranks.
+        """
+        if signals[WRITE_FAILED]:
+            self._session.checkpoints.wait()
         self._signal = self._signal or next((number for number, times in signals.items() if times), 0)
 
     def _next_evaluation(self) -> int:
@@ -250,9 +274,18 @@ class Trainer:
         self._read_results()
         self._grad_norm()
         with self._meter.paused():
-            self._checkpoint = session.save()
+            self._show_checkpoint(session.checkpoints.wait())
+            session.begin_save()
         for hook in self._hooks:
-            hook.saved(self._checkpoint)
+            hook.copied(progress.step)
+
+    def _show_checkpoint(self, path: Path | None) -> None:
+        """Tells hooks about a checkpoint that has been written, if there is one."""
+        if path is None:
+            return
+        self._checkpoint = path
+        for hook in self._hooks:
+            hook.saved(path)
 
     def _grad_norm(self) -> float:
         """Returns the gradient norm of the last step.

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 import recsys
-from recsys import cli
 from recsys import train as train_command
 from recsys.errors import ConfigError, DataError, NonFiniteLossError, RecsysError
 from recsys.training.signals import catching_signals
@@ -108,7 +107,7 @@ def test_a_fitted_folder_is_a_run_that_the_commands_go_on_with(
     del model
     gc.collect()
     flags = ["--run-dir", str(folder), "--set", "train.num_steps=8"]
-    assert cli.main("train", train_command.run, flags) == 0
+    assert train_command.main(flags) == 0
     newest = recsys.load(folder, "newest").module.state_dict()
     assert same(newest, recsys.load(trained_by_command, "newest").module.state_dict())
     # Python goes on with it as well, and refuses other rows.

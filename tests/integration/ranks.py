@@ -1,11 +1,12 @@
 """Runs several trainings in one process group, one after the other, for `test_distributed.py`.
 
-A job is `{"folder", "overrides"}`, with `"nan": [rank, step]` to spoil a loss or `"save_to"` to only load and
-save. What a rank sees goes to `<folder>/rank-<rank>.json`.
+A job is `{"folder", "overrides"}`, with `"nan": [rank, step]` to spoil a loss, `"save_to"` to only load and
+save, or `"full": name` to fill the disk for that state. What a rank sees goes to `<folder>/rank-<rank>.json`.
 """
 
 import gc
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from recsys.training.session import Session, open_session
 from recsys.training.trainer import Trainer
 from tests.integration.runs import CONFIG
 
+DISK_USAGE = shutil.disk_usage
+
 
 def spoil(session: Session, step: int) -> None:
     """Makes the loss of a step NaN on this rank."""
@@ -36,6 +39,12 @@ def spoil(session: Session, step: int) -> None:
     session.model.objective.register_forward_hook(hook)
 
 
+def fill_disk(name: str) -> None:
+    """Lets the disk be full when a state is to be written."""
+    full = shutil._ntuple_diskusage(10**9, 10**9, 0)
+    shutil.disk_usage = lambda path: full if name in str(path) else DISK_USAGE(path)
+
+
 def run(job: dict, processes: Processes) -> dict:
     """Trains once and returns this rank's observations."""
     folder = Path(job["folder"])
@@ -45,6 +54,8 @@ def run(job: dict, processes: Processes) -> dict:
         session.checkpoints = Checkpoints(Path(job["save_to"]))
         session.save()
         return {"step": session.progress.step}
+    if "full" in job:
+        fill_disk(job["full"])
     if "nan" in job and job["nan"][0] == processes.rank:
         spoil(session, job["nan"][1])
     hooks = [MetricsFile()] if processes.is_main else []
@@ -55,6 +66,7 @@ def run(job: dict, processes: Processes) -> dict:
     except RecsysError as error:
         return {"error": type(error).__name__, "message": str(error)}
     finally:
+        shutil.disk_usage = DISK_USAGE
         for hook in hooks:
             hook.close()
 

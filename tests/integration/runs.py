@@ -36,7 +36,7 @@ def flags(folder: Path, *overrides: str) -> list[str]:
 
 def train(folder: Path, *overrides: str) -> int:
     """Runs the command in this process and returns its exit code."""
-    return cli.main("train", train_command.run, flags(folder, *overrides))
+    return train_command.main(flags(folder, *overrides))
 
 
 def evaluate(*arguments: str) -> int:

@@ -135,7 +135,7 @@ def test_a_two_tower_run_goes_on_with_the_same_items_only(tmp_path, caplog):
         given = ["--config", "configs/movielens_small_two_tower.config", "--run-dir", str(tmp_path / "run")]
         for one in chosen:
             given += ["--set", one]
-        return cli.main("train", train_command.run, given)
+        return train_command.main(given)
 
     assert train_to(1, items) == 0
     moved = items.rename(tmp_path / "moved.parquet")
@@ -155,7 +155,7 @@ def test_what_is_not_there_is_named(tmp_path, capsys, caplog):
 
 def test_a_dry_run_shows_a_sample_and_sizes_and_leaves_nothing(tmp_path, capsys):
     folder = tmp_path / "run"
-    assert cli.main("train", train_command.run, [*flags(folder), "--dry-run"]) == 0
+    assert train_command.main([*flags(folder), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "position  kind        item" in shown
     assert "contextual  hour=" in shown

@@ -6,10 +6,12 @@ import signal
 import socket
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recsys import files
 from recsys.training import checkpoint
 from recsys.training.distributed import process_group
 from tests.integration import ranks
@@ -78,24 +80,47 @@ def two_ranks(folder, jobs) -> Path:
     """All jobs on two ranks with half the batch, below `two`; and those that only two ranks can do."""
     grown = [*STILL, *AVERAGED, *LONGER]
     assert train(folder / "one" / "grown", *STILL, *AVERAGED) == 0
+    copied = f'train.checkpoint.copy_to="file://{folder}/copies"'
+    often = [*STILL, *HALF, "train.checkpoint.every_steps=6", "train.num_steps=40"]
+    often += ["train.evaluation.every_steps=100"]
+    warm = [*STILL, *rows_in_another_order(folder)]
     listed = [
         {"folder": str(folder / "two" / name), "overrides": [*overrides, *HALF]}
         for name, overrides in jobs.items()
     ]
     listed += [
-        {"folder": str(folder / "two" / "shrunk"), "overrides": [*STILL, *AVERAGED, *HALF]},
+        {"folder": str(folder / "two" / "shrunk"), "overrides": [*STILL, *AVERAGED, *HALF, copied]},
         {
             "folder": str(folder / "one" / "grown"),
             "overrides": grown,
             "save_to": str(folder / "two" / "copy"),
         },
         {"folder": str(folder / "one" / "grown"), "overrides": grown},
+        {"folder": str(folder / "warm"), "overrides": warm, "save_to": str(folder / "two" / "warm")},
+        {"folder": str(folder / "two" / "full"), "overrides": often, "full": "step-00000012"},
         {"folder": str(folder / "two" / "nan"), "overrides": [*STILL, *HALF], "nan": [1, 3]},
     ]
     path = folder / "jobs.json"
     path.write_text(json.dumps(listed))
     run_ranks(ranks.main, str(path), str(folder / "store"))
     return folder / "two"
+
+
+def rows_in_another_order(folder: Path) -> list[str]:
+    """Overrides of a run that begins with states of one with another vocabulary, and with vectors of tags."""
+    torch.manual_seed(1)
+    path = folder / "items.parquet"
+    ids = pq.read_table("tests/data/kuairand/vocabulary/item_id.parquet", columns=["id"])
+    pq.write_table(ids.take(list(range(7, ids.num_rows))[::-1]), path)
+    tags = pq.read_table("tests/data/kuairand/vocabulary/tag.parquet", columns=["id"]).slice(3)
+    vectors = pa.array(torch.randn(len(tags), 16).tolist(), pa.list_(pa.float32()))
+    pq.write_table(tags.append_column("vector", vectors), folder / "tags.parquet")
+    earlier = f'path: "{folder / "one" / "grown"}" checkpoint: "8" optimizer: true exclude: "*.tag_table.*"'
+    return [
+        f'features[0].id.vocabulary.file="{path}"',
+        f'features[1].id.init_from={{parquet: "{folder / "tags.parquet"}"}}',
+        f"train.init_from={{{earlier}}}",
+    ]
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -148,8 +173,31 @@ def test_a_run_goes_on_with_more_ranks(folder, two_ranks):
     assert progress.next_batch == 8 * 1 + 4 * 2
 
 
+def test_rows_of_two_ranks_are_carried_over_as_in_one_process(folder, two_ranks):
+    """A single process carries them over as `test_warm_start` expects it."""
+    reports = [json.loads((folder / "warm" / "init_from.json").read_text())]
+    pipeline = ranks.config.prepare(ranks.CONFIG, [*STILL, *rows_in_another_order(folder)]).pipeline
+    with process_group() as processes:
+        session = ranks.open_session(pipeline, folder / "warm", processes)
+        session.checkpoints = ranks.Checkpoints(folder / "one" / "warm")
+        session.save()
+        del session
+    reports.append(json.loads((folder / "warm" / "init_from.json").read_text()))
+    assert reports[0] == reports[1] and reports[0]["tables"]["item_id"]["carried"] == 608
+    tags = tensors(two_ranks / "warm" / "step-00000000")[
+        "model.embed.tables.dim_16.embeddings.tag_table.weight"
+    ]
+    vectors = torch.tensor(pq.read_table(folder / "tags.parquet")["vector"].to_pylist())
+    assert sorted(map(tuple, vectors.tolist())) == sorted(
+        tuple(x) for x in tags.tolist() if x in vectors.tolist()
+    )
+    assert_same_tensors(folder / "one" / "warm" / "step-00000000", two_ranks / "warm" / "step-00000000")
+
+
 def test_a_run_goes_on_with_fewer_ranks(folder, two_ranks):
     run = two_ranks / "shrunk"
+    assert files.manifest_faults(folder / "copies" / "step-00000008") == []
+    assert_same_tensors(run / "checkpoints" / "step-00000008", folder / "copies" / "step-00000008")
     pipeline = ranks.config.prepare(ranks.CONFIG, [*STILL, *AVERAGED, *HALF, *LONGER]).pipeline
     with process_group() as processes:
         session = ranks.open_session(pipeline, run, processes)
@@ -169,6 +217,13 @@ def test_all_ranks_stop_at_the_step_in_which_one_loss_is_nan(two_ranks):
         assert seen["error"] == "NonFiniteLossError"
         assert seen["message"].startswith("step 3: the loss of task is_click is nan")
     assert sorted(records(two_ranks / "nan")) == [1, 2]
+
+
+def test_all_ranks_stop_when_a_state_cannot_be_written(two_ranks):
+    seen = [json.loads((two_ranks / "full" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert seen[0] == seen[1] and seen[0]["message"].startswith("no space left on ")
+    assert [path.name for path in (two_ranks / "full" / "checkpoints").iterdir()] == ["step-00000006"]
+    assert 12 <= max(records(two_ranks / "full")) < 18, "the next state would be that of step 18"
 
 
 def test_evaluate_on_two_ranks_finds_what_one_process_finds(two_ranks):

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from recsys import cli, config
+from recsys import config
 from recsys import export as export_command
 from recsys import predict as predict_command
 from recsys import protos as pb
@@ -111,7 +111,7 @@ def trained(request, tmp_path_factory) -> Trained:
     flags = ["--config", str(path), "--run-dir", str(folder / "run")]
     for override in overrides:
         flags += ["--set", override]
-    assert cli.main("train", train_command.run, flags) == 0
+    assert train_command.main(flags) == 0
     pipeline = config.resolve(config.read(path, overrides).pipeline).pipeline
     rows = pq.read_table(folder / "test.parquet")
     assert len(set(pc.list_value_length(rows["uih_item_id"]).to_pylist())) > 3, "histories of several lengths"

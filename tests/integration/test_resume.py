@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -31,11 +32,12 @@ def kill_at_step(folder: Path, step: int) -> None:
     process.communicate()
 
 
-def kill_while_saving(folder: Path, after: int) -> None:
-    """Kills as soon as a checkpoint is being written behind step `after`; its folder is not finished then."""
+def kill_while_saving(folder: Path, after: int, delay: float = 0) -> None:
+    """Kills `delay` seconds after a checkpoint behind step `after` has begun to be written."""
     process = start(folder)
     partial = (folder / "checkpoints").glob
     wait_for(lambda: any(int(x.name[6:14]) > after for x in partial(".step-*.partial")), process)
+    time.sleep(delay)
     process.kill()
     process.communicate()
 
@@ -138,6 +140,41 @@ def test_killed_many_times(tmp_path, uninterrupted, seed):
             kill_while_saving(tmp_path, step - 1)
         assert_same_so_far(tmp_path, uninterrupted)
     finish(start(tmp_path, "data.num_workers=1"))
+    assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_of_writing(tmp_path, uninterrupted):
+    """Each run is killed while a thread writes; the next one begins with the last whole state."""
+    draw = random.Random(3)
+    for attempt in range(20):
+        folder = tmp_path / str(attempt)
+        kill_while_saving(folder, after=draw.randrange(12), delay=draw.uniform(0, 0.06))
+        assert_same_so_far(folder, uninterrupted)
+        assert train(folder) == 0
+        assert_same_run(folder, uninterrupted)
+        shutil.rmtree(folder)
+
+
+def test_a_full_disk_ends_the_run_soon_and_the_state_before_is_whole(
+    tmp_path, uninterrupted, monkeypatch, capsys
+):
+    write = files.write_manifest
+
+    def full(folder: Path, hashed: object) -> None:
+        if "step-00000004" in folder.name:
+            raise OSError(28, "No space left on device")
+        write(folder, hashed)
+
+    monkeypatch.setattr(files, "write_manifest", full)
+    assert train(tmp_path, "train.num_steps=16") == 1
+    assert (
+        f"no space left on {tmp_path}/checkpoints: the checkpoint's tensors have" in capsys.readouterr().err
+    )
+    assert 4 <= max(records(tmp_path)) < 16
+    assert [x.name for x in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    monkeypatch.setattr(files, "write_manifest", write)
+    assert train(tmp_path) == 0
     assert_same_run(tmp_path, uninterrupted)
 
 

@@ -43,11 +43,10 @@ def test_services_have_what_the_run_folder_has(tmp_path, monkeypatch):
 
 def test_a_missing_library_is_found_before_training(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    from recsys import cli
     from recsys import train as train_command
 
     for more in ([], ["--validate"]):
-        assert cli.main("train", train_command.run, [*flags(tmp_path, *SHORT), *more]) == 2
+        assert train_command.main([*flags(tmp_path, *SHORT), *more]) == 2
         shown = capsys.readouterr().err
         assert shown.startswith("--set train.hooks") and "pip install 'generative-recsys[wandb]'" in shown
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,8 @@
 import os
 import pickle
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from recsys.data.counts import Counts
 from recsys.data.sources.base import FileMark
 from recsys.errors import ConfigError, RecsysError
-from recsys.training import checkpoint, restricted_unpickler
+from recsys.training import checkpoint, checkpoint_writer, restricted_unpickler
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.state import Best, Inputs, Progress, SavedState, capture_rng
 
@@ -158,7 +160,7 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     older = checkpoints.save(tensors(), state_of(1))
     usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
         RecsysError, match=r"no space left on .*: the checkpoint's tensors have 72 bytes, 10 are free"
     ):
@@ -176,8 +178,9 @@ def test_a_disk_that_fills_up_while_writing_is_named_and_cleared(tmp_path, monke
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
     usage = iter([10**9, 100])
-    monkeypatch.setattr(checkpoint.dcp, "save", fail)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": next(usage)}))
+    monkeypatch.setattr(checkpoint_writer.dcp, "save", fail)
+    free = lambda _: type("Usage", (), {"free": next(usage)})  # noqa: E731
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", free)
     with pytest.raises(
         RecsysError, match=r"no space left on .*: the checkpoint's tensors have 72 bytes, 100 are free"
     ):
@@ -202,17 +205,60 @@ def test_a_disk_that_fills_up_behind_the_tensors_is_named_as_it_was_then(tmp_pat
     checkpoints = Checkpoints(tmp_path)
     older = checkpoints.save(tensors(), state_of(1))
 
-    def fail(folder: object) -> None:
+    def fail(folder: object, hashed: object) -> None:
         raise OSError(28, "No space left on device")
 
     aside = tmp_path / ".step-00000002.partial"
-    monkeypatch.setattr(checkpoint.files, "write_manifest", fail)
+    monkeypatch.setattr(checkpoint_writer.files, "write_manifest", fail)
     # Removing the unfinished state frees space.
     usage = lambda _: type("Usage", (), {"free": 7 if (aside / "state.json").exists() else 10**9})  # noqa: E731
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", usage)
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", usage)
     with pytest.raises(RecsysError, match=r"the checkpoint's tensors have 72 bytes, 7 are free"):
         checkpoints.save(tensors(), state_of(2))
     assert names(tmp_path) == [older.name]
+
+
+def test_what_changes_after_a_copy_was_begun_is_not_in_it(tmp_path, monkeypatch):
+    """The thread that writes starts only when tensors and progress have changed."""
+    saved, state, changed = tensors(), state_of(3, best=2), threading.Event()
+    expected, save = {name: x.clone() for name, x in saved.items()}, checkpoint_writer.dcp.save
+
+    def late(*arguments: object, **options: object) -> None:
+        assert changed.wait(30)
+        save(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint_writer.dcp, "save", late)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.begin(saved, state)
+    for tensor in saved.values():
+        tensor.fill_(9)
+    state.progress.step, state.progress.best = 4, None
+    assert checkpoints.written() is None and not checkpoints.failed
+    changed.set()
+    path = checkpoints.wait()
+    assert path == tmp_path / "step-00000003" and checkpoints.wait() is None
+    assert checkpoint.read_state(path) == state_of(3, best=2)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    checkpoint.load(path, loaded)
+    assert all(torch.equal(loaded[name], expected[name]) for name in saved)
+
+
+def test_the_next_state_waits_for_the_one_before_and_tells_its_error(tmp_path, monkeypatch):
+    checkpoints, write = Checkpoints(tmp_path), checkpoint_writer.files.write_manifest
+
+    def slow(folder: Path, hashed: object) -> None:
+        time.sleep(0.3)
+        if "step-00000002" in folder.name:
+            raise OSError(28, "No space left on device")
+        write(folder, hashed)
+
+    monkeypatch.setattr(checkpoint_writer.files, "write_manifest", slow)
+    for step in (1, 2):
+        checkpoints.begin(tensors(step), state_of(step))
+    assert names(tmp_path)[-1] == "step-00000001"
+    with pytest.raises(RecsysError, match=r"^no space left on .*: the checkpoint's tensors have 72 bytes"):
+        checkpoints.begin(tensors(3), state_of(3))
+    assert names(tmp_path) == ["step-00000001"]
 
 
 class Trap:

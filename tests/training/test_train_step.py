@@ -56,7 +56,7 @@ def test_the_loss_is_the_weighted_sum_of_the_means():
 
 def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole(monkeypatch):
     other = torch.tensor(
-        [2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 500.0, 30.0, 0.0, 10.0, 0.0, 0.0, 1.0], dtype=torch.float64
+        [2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 500.0, 30.0, 0.0, 10.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64
     )
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
@@ -66,7 +66,7 @@ def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole
     assert result.losses == {"click": (6 + 2) / (4 + 4), "time": (20 + 4) / (5 + 15)}
     assert (result.samples, result.tokens, result.flop) == (3, 30, 3500)
     assert pending.history_lengths.tolist() == [15, 0, 0]
-    assert result.signals == {2: 0, 15: 1}
+    assert result.signals == {2: 0, 15: 1, 0: 1}
     assert result.counts == Counts(left_out=31, cut_histories=2, cut_candidates=10)
     loss.backward()
     assert sums.grad.tolist() == [2 / 8, pytest.approx(2 * 0.25 / 20)]
@@ -83,7 +83,7 @@ def test_one_collective_carries_all_tasks_and_counts(monkeypatch):
 
 def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
     other = torch.tensor(
-        [2.0, 4.0, 4.0, 16.0, 1.0, 7.0, 500.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64
+        [2.0, 4.0, 4.0, 16.0, 1.0, 7.0, 500.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64
     )
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
@@ -121,4 +121,4 @@ def test_a_loss_that_is_not_finite_is_named(value):
 def test_a_signal_is_told_to_all():
     module = SumOverRanks(count_flops)
     module.received[15] = 1
-    assert module(losses(torch.ones(2), [1.0, 1.0]), BATCH)[1].wait().signals == {2: 0, 15: 1}
+    assert module(losses(torch.ones(2), [1.0, 1.0]), BATCH)[1].wait().signals == {2: 0, 15: 1, 0: 0}

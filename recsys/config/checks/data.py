@@ -172,6 +172,9 @@ def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(
                 f"{path}.id", _disagree(table, first[table], _mapping(feature), _mapping(first_feature))
             )
+        if feature.id.init_from != first_feature.id.init_from:
+            mine, theirs = (x.id.init_from.parquet or "none" for x in (feature, first_feature))
+            yield Finding(f"{path}.id.init_from", _disagree(table, first[table], mine, theirs))
 
 
 def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:

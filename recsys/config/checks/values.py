@@ -168,6 +168,7 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.CsvSource: ("paths", "delimiter", "list_delimiter"),
     pb.Feature: ("name", "sides"),
     pb.HashBuckets: ("num_buckets",),
+    pb.PretrainedRows: ("parquet", "id_column", "vector_column"),
     pb.Bucketize: ("boundaries",),
     pb.Task: ("name", "loss"),
     pb.ActionBit: ("name", "bit"),
@@ -176,6 +177,7 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.StepDecay: ("every_steps",),
     pb.CosineRestarts: ("first_steps",),
     pb.Swa: ("start_step",),
+    pb.InitFrom: ("path",),
     pb.FaissIndex: ("factory",),
 }
 """Fields that must be set, and not to an empty string or list, by message; `limit` adds fields here too."""

@@ -24,6 +24,10 @@ _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
 """Matches texts that are an integer of at most 18 digits in its shortest form, which int64 holds."""
 
 
+_DEALT_OUT = "dealt out "
+"""Begins the fingerprint of a vocabulary whose ids are spread over sharded rows. Checkpoints store it."""
+
+
 class Vocabulary:
     """The ids of one embedding table and their rows; row 0 stands for every id that is not in the vocabulary.
 
@@ -187,20 +191,42 @@ def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buck
     Raises:
         DataError: a vocabulary cannot be used.
     """
-    by_table: dict[str, Vocabulary | HashBuckets | Buckets] = {}
+    return {
+        table: mapping_of(pipeline, table, feature) for table, feature in embedded_features(pipeline).items()
+    }
+
+
+def embedded_features(pipeline: pb.Pipeline) -> dict[str, pb.Feature]:
+    """Returns the first feature of each embedding table of a resolved config, by the table's name."""
+    by_table: dict[str, pb.Feature] = {}
     for feature in pipeline.features:
-        table = feature.id.table if feature.HasField("id") else feature.name
-        if table in by_table:
-            continue
-        if feature.HasField("id") and feature.id.HasField("vocabulary"):
-            vocabulary = feature.id.vocabulary
-            name = sharded_name(pipeline, table)
-            by_table[table] = Vocabulary.read(vocabulary.file, vocabulary.size, table=name)
-        elif feature.HasField("id"):
-            by_table[table] = HashBuckets(feature.id.hash.num_buckets)
+        if feature.HasField("id"):
+            by_table.setdefault(feature.id.table, feature)
         elif feature.numeric.HasField("bucketize"):
-            by_table[feature.name] = Buckets(list(feature.numeric.bucketize.boundaries))
+            by_table.setdefault(feature.name, feature)
     return by_table
+
+
+def mapping_of(
+    pipeline: pb.Pipeline, table: str, feature: pb.Feature, file: str | None = None
+) -> Vocabulary | HashBuckets | Buckets:
+    """Builds the mapping of one embedding table of a resolved config.
+
+    Args:
+        pipeline: the config, whose placement decides how ids are laid out over rows.
+        table: name of the table.
+        feature: a feature of the table.
+        file: file of the vocabulary; None takes the one that the feature names.
+
+    Raises:
+        DataError: the vocabulary cannot be used.
+    """
+    if feature.HasField("numeric"):
+        return Buckets(list(feature.numeric.bucketize.boundaries))
+    if feature.id.HasField("hash"):
+        return HashBuckets(feature.id.hash.num_buckets)
+    vocabulary, name = feature.id.vocabulary, sharded_name(pipeline, table)
+    return Vocabulary.read(file or vocabulary.file, vocabulary.size, table=name)
 
 
 def id_type(path: str) -> pa.DataType:
@@ -230,10 +256,14 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
                     digest = files.sha256(file)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error}). {REMEDY}") from error
-            # Checkpoints store this text; "dealt out" marks ids that are spread over sharded rows.
-            layout = "dealt out " if sharded_name(pipeline, feature.id.table) else ""
+            layout = _DEALT_OUT if sharded_name(pipeline, feature.id.table) else ""
             digests[feature.id.table] = layout + digest
     return digests
+
+
+def digest_of(fingerprint: str) -> str:
+    """Returns the SHA-256 of the vocabulary file in one of the `fingerprints`."""
+    return fingerprint.removeprefix(_DEALT_OUT)
 
 
 def _unique_text(values: pa.Array) -> tuple[pa.Array, np.ndarray]:

@@ -157,8 +157,11 @@ class Hook:
     def diagnosed(self, record: Diagnosed) -> None:
         """Is called after the diagnostics of an evaluation."""
 
+    def copied(self, step: int) -> None:
+        """Is called when training goes on after a state was copied, which is written meanwhile."""
+
     def saved(self, path: Path) -> None:
-        """Is called after each saved state, with its folder."""
+        """Is called when a state has been written, with its folder; there may have been steps since."""
 
     def finished(self, outcome: Outcome) -> None:
         """Is called after the last step, unless an error ends the run."""

@@ -75,8 +75,12 @@ class Report(Hook):
         """Counts the time since the last call as evaluation."""
         self._spent.evaluation += self._spent.lap()
 
-    def saved(self, path: Path) -> None:
+    def copied(self, step: int) -> None:
         """Counts the time since the last call as saving."""
+        self._spent.saving += self._spent.lap()
+
+    def saved(self, path: Path) -> None:
+        """Counts the time since the last call as saving: the run waits for its last state."""
         self._spent.saving += self._spent.lap()
 
     def finished(self, outcome: Outcome) -> None:
