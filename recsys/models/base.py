@@ -146,10 +146,19 @@ def add_rows(metrics: Mapping[str, Metric], rows: MetricRows) -> None:
         metric.update(*rows[name.rpartition("/")[0]])
 
 
-def build_model(pipeline: pb.Pipeline) -> Model:
-    """Builds the model of a resolved pipeline on the CPU, with weights from torch's global generator."""
+def build_model(pipeline: pb.Pipeline, *, whole: bool = True) -> Model:
+    """Builds the model of a resolved pipeline on the CPU, with weights from torch's global generator.
+
+    Args:
+        pipeline: resolved.
+        whole: allocate large sharded tables too. False leaves them on the meta device, for
+            `training.distributed.shard`, which allocates on each rank its part of them.
+    """
     model = registry.pick(pipeline.model)
-    return model.cls(model.config, pipeline=pipeline)
+    built = model.cls(model.config, pipeline=pipeline)
+    if whole:
+        built.embed.materialize()
+    return built
 
 
 def layout_rule(pipeline: pb.Pipeline) -> LayoutRule:

@@ -56,9 +56,9 @@ class ScheduledOptimizer:
     def __init__(self, model: nn.Module, train: pb.Train, total_steps: int):
         self.dense = dense_optimizer(model, train.dense_optimizer)
         self.fused = fused_optimizer(model)
-        self.peaks = {"dense": _chosen_dense(train.dense_optimizer).lr}
+        self.peaks = {"dense": chosen_dense(train.dense_optimizer).lr}
         if self.fused is not None:
-            chosen = _chosen_sparse(train.sparse_optimizer)
+            chosen = chosen_sparse(train.sparse_optimizer)
             if chosen is None:
                 # Otherwise FBGEMM would train by SGD with its own learning rate.
                 raise ValueError("tables are sharded, but train.sparse_optimizer is not set")
@@ -136,7 +136,7 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
         ConfigError: a pattern of `config.groups` matches no parameter.
         TypeError: the optimizer's state holds something other than tensors.
     """
-    chosen = _chosen_dense(config)
+    chosen = chosen_dense(config)
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = _keyed(chosen, parameters, _groups(model, parameters, config, chosen.weight_decay))
     _make_state(optimizer)
@@ -162,18 +162,6 @@ def _make_state(optimizer: KeyedOptimizer) -> None:
     optimizer.zero_grad()
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay
-
-
-def _chosen_dense(config: pb.DenseOptimizer) -> DenseOptimizer:
-    chosen = registry.pick(config)
-    return chosen.cls(chosen.config)
-
-
-def _chosen_sparse(config: pb.SparseOptimizer) -> SparseOptimizer | None:
-    if fields.chosen(config) is None:
-        return None
-    chosen = registry.pick(config)
-    return chosen.cls(chosen.config)
 
 
 def _groups(
@@ -231,7 +219,7 @@ def fused_params(config: pb.SparseOptimizer) -> dict[str, Any]:
     They are {} if the config sets no optimizer. An id outside its table stops the run; by default FBGEMM
     would warn once and train row 0.
     """
-    chosen = _chosen_sparse(config)
+    chosen = chosen_sparse(config)
     if chosen is None:
         return {}
     settings = chosen.fused_params()
@@ -240,6 +228,20 @@ def fused_params(config: pb.SparseOptimizer) -> dict[str, Any]:
         "learning_rate": chosen.lr,
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
+
+
+def chosen_dense(config: pb.DenseOptimizer) -> DenseOptimizer:
+    """Returns the component that builds the chosen optimizer of dense parameters."""
+    chosen = registry.pick(config)
+    return chosen.cls(chosen.config)
+
+
+def chosen_sparse(config: pb.SparseOptimizer) -> SparseOptimizer | None:
+    """Returns the chosen optimizer of sharded tables, or None if the config sets none."""
+    if fields.chosen(config) is None:
+        return None
+    chosen = registry.pick(config)
+    return chosen.cls(chosen.config)
 
 
 def _set_rate(optimizer: KeyedOptimizer, rate: float) -> None:

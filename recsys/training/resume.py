@@ -31,6 +31,8 @@ MAY_CHANGE = (
     "train.evaluation",
     "train.checkpoint",
     "train.hooks",
+    "train.sharding",
+    "train.sharding_plan",
     "data.validation",
     "data.test",
     "data.eval_batch_size",

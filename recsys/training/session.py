@@ -26,7 +26,7 @@ from recsys.models import Model, build_model, layout_rule
 from recsys.training import checkpoint
 from recsys.training.averaging import WeightAverage
 from recsys.training.checkpoint import Checkpoints
-from recsys.training.distributed import Processes, gather, on_main, shard
+from recsys.training.distributed import Processes, gather, on_main
 from recsys.training.optimizers import ScheduledOptimizer
 from recsys.training.recorded_step import recorder_for
 from recsys.training.resume import (
@@ -36,6 +36,7 @@ from recsys.training.resume import (
     require_same_inputs,
     saved_config,
 )
+from recsys.training.sharding import plan_tables, shard
 from recsys.training.state import (
     Inputs,
     Progress,
@@ -211,7 +212,7 @@ def open_session(
     elif on_main(checkpoints.steps):
         raise RecsysError(f"every state in {checkpoints.folder} is damaged; train with another --run-dir")
     progress = state.progress if state else Progress()
-    session = _build(pipeline, folder, processes, checkpoints, progress, weights)
+    session = _build(pipeline, folder, processes, checkpoints, progress, weights, resumes=bool(saved))
     if saved and state:
         require_same_inputs(state.inputs, session.inputs)
         session.restore(saved, state)
@@ -244,10 +245,12 @@ def _build(
     checkpoints: Checkpoints,
     progress: Progress,
     weights: Mapping[str, Tensor] | None,
+    *,
+    resumes: bool,
 ) -> Session:
     train = pipeline.train
     seed_everything(train.seed)
-    model = build_model(pipeline)
+    model = build_model(pipeline, whole=weights is not None)
     if weights is not None:
         model.load_state_dict(weights)
     parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
@@ -264,7 +267,8 @@ def _build(
         for finding in behind_the_end(pipeline, total_steps):
             log.warning("%s: %s", finding.path, finding.text)
     step = TrainStep(model)
-    wrapped = shard(step, pipeline, processes)
+    plan = plan_tables(step, pipeline, processes, folder)
+    wrapped = shard(step, pipeline, processes, plan, draw=not resumes)
     step.loss_of_vectors.recorder = recorder_for(model, pipeline, processes.device, processes.world_size)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps)
     seed_everything(_seed(pipeline, processes.rank, 0))

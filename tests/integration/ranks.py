@@ -1,7 +1,8 @@
 """Runs several trainings in one process group, one after the other, for `test_distributed.py`.
 
-A job is `{"folder", "overrides"}`, with `"nan": [rank, step]` to spoil a loss or `"save_to"` to only load and
-save. What a rank sees goes to `<folder>/rank-<rank>.json`.
+A job is `{"folder", "overrides"}`, with `"nan": [rank, step]` to spoil a loss, `"save_to"` to only load and
+save, or `"drawn_whole"` for another `table_values.DRAWN_WHOLE`. What a rank sees goes to
+`<folder>/rank-<rank>.json`.
 """
 
 import gc
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from recsys import config
 from recsys.errors import RecsysError
 from recsys.models.base import Losses
+from recsys.modules import table_values
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, process_group
 from recsys.training.hooks.metrics_file import MetricsFile
@@ -39,6 +41,7 @@ def spoil(session: Session, step: int) -> None:
 def run(job: dict, processes: Processes) -> dict:
     """Trains once and returns this rank's observations."""
     folder = Path(job["folder"])
+    table_values.DRAWN_WHOLE = job.get("drawn_whole", 2**26)
     pipeline = config.prepare(CONFIG, job["overrides"]).pipeline
     session = open_session(pipeline, folder, processes)
     if "save_to" in job:

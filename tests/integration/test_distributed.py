@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recsys.modules import table_values
 from recsys.training import checkpoint
 from recsys.training.distributed import process_group
 from tests.integration import ranks
@@ -37,6 +38,11 @@ VARIANTS = {
     "averaged_replicated": (
         "model.embedding.placement=REPLICATED",
         "train.weight_averaging={swa {start_step: 2 every_steps: 1}}",
+    ),
+    "column_wise": ("train.sharding.kind=COLUMN_WISE", "train.sparse_optimizer={adagrad {lr: 0.05}}"),
+    "mixed": (
+        'train.sharding.tables=[{table: "tag" kind: TABLE_WISE}]',
+        'model.embedding.tables=[{table: "hour" placement: REPLICATED}]',
     ),
     "averaged_table_wise": ("train.sharding.kind=TABLE_WISE", "train.weight_averaging={ema {decay: 0.9}}"),
 }
@@ -73,13 +79,21 @@ def jobs(folder, uneven) -> dict[str, list[str]]:
     return found
 
 
+DRAWN_WHOLE = {"mixed": 1000}
+"""By run, the largest table in numbers that each rank builds whole; larger ones are on the meta device."""
+
+
 @pytest.fixture(scope="module")
 def two_ranks(folder, jobs) -> Path:
     """All jobs on two ranks with half the batch, below `two`; and those that only two ranks can do."""
     grown = [*STILL, *AVERAGED, *LONGER]
     assert train(folder / "one" / "grown", *STILL, *AVERAGED) == 0
     listed = [
-        {"folder": str(folder / "two" / name), "overrides": [*overrides, *HALF]}
+        {
+            "folder": str(folder / "two" / name),
+            "overrides": [*overrides, *HALF],
+            "drawn_whole": DRAWN_WHOLE.get(name, table_values.DRAWN_WHOLE),
+        }
         for name, overrides in jobs.items()
     ]
     listed += [
@@ -105,7 +119,8 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "uneven", "uneven_rows"])
-def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, name):
+def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, name, monkeypatch):
+    monkeypatch.setattr(table_values, "DRAWN_WHOLE", DRAWN_WHOLE.get(name, table_values.DRAWN_WHOLE))
     assert train(folder / "one" / name, *jobs[name]) == 0
     for kind in ("train", "evaluation"):
         expected, found = records(folder / "one" / name, kind), records(two_ranks / name, kind)
