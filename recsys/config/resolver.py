@@ -257,7 +257,7 @@ def _tables(pipeline: pb.Pipeline) -> Iterator[Choice]:
 
 
 def _export(pipeline: pb.Pipeline) -> Iterator[Choice]:
-    tolerance = 2e-2 if pipeline.model.precision == pb.BF16 else 1e-4
+    tolerance = {pb.BF16: 2e-2, pb.FP16: 5e-3}.get(pipeline.model.precision, 1e-4)
     yield Choice(pipeline.export, "export", "parity_tolerance", tolerance, "model.precision")
 
 

@@ -20,6 +20,7 @@ from recsys.config.declarations import mixer_of
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.embedding import EmbeddingGroup
 from recsys.modules.mixers.base import AttentionUse, Mixer
+from recsys.modules.precision import COMPUTE_DTYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +51,8 @@ class Model(nn.Module):
 
     Attributes:
         pipeline: the resolved config that the model was built from.
-        precision: pb.FP32 or pb.BF16, the same in training, evaluation and export. Parameters are float32 in
-            both.
+        precision: pb.FP32, pb.BF16 or pb.FP16, the same in training, evaluation and export. Parameters are
+            float32 in all of them, except sharded tables with `table_precision: FP16`.
         embed: every embedding table; TorchRec shards the collections in it.
         objective: `(outputs, batch) -> Losses`, in float32.
     """
@@ -134,10 +135,10 @@ class Model(nn.Module):
         return ()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Applies the precision policy to a forward pass: with BF16, matrix products run in bfloat16."""
-        if self.precision == pb.BF16:
-            return torch.autocast(next(self.parameters()).device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        """Applies the precision policy to a forward pass: matrix products run in bfloat16 or float16."""
+        if self.precision == pb.FP32:
+            return nullcontext()
+        return torch.autocast(next(self.parameters()).device.type, dtype=COMPUTE_DTYPES[self.precision])
 
 
 def add_rows(metrics: Mapping[str, Metric], rows: MetricRows) -> None:

@@ -28,6 +28,7 @@ from recsys.modules.flops import linear_flops
 from recsys.modules.item_encoder import ItemEncoder
 from recsys.modules.losses.base import widen
 from recsys.modules.losses.softmax import IGNORED
+from recsys.modules.precision import COMPUTE_DTYPES
 from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
 from recsys.ops.linear_logp.recompute import SHORTEST
@@ -40,7 +41,7 @@ MAX_SCORES = 2**24
 class RetrieverOutputs:
     """The vectors that a retriever compares.
 
-    In training they have the model's precision, float32 or bfloat16, and are not yet normalized: the
+    In training they have the model's precision, float32, bfloat16 or float16, and are not yet normalized: the
     objective does that if the config sets `l2_normalize`. In evaluation they are float32 and, with
     `l2_normalize`, have unit length.
 
@@ -89,7 +90,7 @@ class Retriever(NextItemModel):
             ItemEncoder(config.item_encoder, pipeline=pipeline) if config.HasField("item_encoder") else None,
             features.shared_columns(pipeline),
             l2_normalize=config.l2_normalize,
-            trains_in=torch.bfloat16 if self.precision == pb.BF16 else None,
+            trains_in=None if self.precision == pb.FP32 else COMPUTE_DTYPES[self.precision],
         )
         self.objective = NextItemLoss(
             config.loss,

@@ -22,6 +22,7 @@ from recsys import protos as pb
 from recsys.config import fields, registry
 from recsys.errors import ConfigError
 from recsys.training.dense_optimizers import DenseGroup, DenseOptimizer
+from recsys.training.loss_scaling import LossScaler
 from recsys.training.names import MODEL, fits, without_match
 from recsys.training.schedules import curve
 from recsys.training.sparse_optimizers import SparseOptimizer
@@ -40,6 +41,7 @@ class ScheduledOptimizer:
         model: a model whose sharded tables, if any, are in a `DistributedModelParallel`.
         train: the resolved message.
         total_steps: steps of the whole run, for the schedule.
+        scaler: scales the loss of the model; None if the loss is not scaled.
 
     Raises:
         ConfigError: a pattern of `train.dense_optimizer.groups` matches no parameter.
@@ -50,10 +52,11 @@ class ScheduledOptimizer:
         steps: steps done.
         accumulated: batches since the last step; the state may be saved only when it is 0.
         last_grad_norm: norm of the dense gradients of the last step before clipping, a scalar on the device;
-            None before the first step. Reading it waits for the device.
+            None before the first step. Reading it waits for the device. Steps that the scaler skips do not
+            count.
     """
 
-    def __init__(self, model: nn.Module, train: pb.Train, total_steps: int):
+    def __init__(self, model: nn.Module, train: pb.Train, total_steps: int, scaler: LossScaler | None = None):
         self.dense = dense_optimizer(model, train.dense_optimizer)
         self.fused = fused_optimizer(model)
         self.peaks = {"dense": chosen_dense(train.dense_optimizer).lr}
@@ -63,6 +66,7 @@ class ScheduledOptimizer:
                 # Otherwise FBGEMM would train by SGD with its own learning rate.
                 raise ValueError("tables are sharded, but train.sparse_optimizer is not set")
             self.peaks["sparse"] = chosen.lr
+        self.scaler = scaler
         self._factor_of = curve(train.schedule, total_steps)
         self.accumulate_batches = train.accumulate_batches
         self.max_grad_norm = train.max_grad_norm if train.HasField("max_grad_norm") else None
@@ -100,12 +104,18 @@ class ScheduledOptimizer:
         if self.accumulate_batches > 1:
             for gradient in gradients:
                 gradient.div_(self.accumulate_batches)
-        self.last_grad_norm = get_total_norm(gradients)
+        if self.scaler is not None:
+            self.scaler.unscale(self.dense, gradients)
+        norm = get_total_norm(gradients)
         if self.max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, self.max_grad_norm, self.last_grad_norm)
-        self.dense.step()
+            clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         self.accumulated = 0
         self.steps += 1
+        if self.scaler is None:
+            self.dense.step()
+        elif not self.scaler.step(self.dense, self.steps):
+            return
+        self.last_grad_norm = norm
 
     def tensors(self) -> dict[str, Tensor | ShardedTensor]:
         """Returns the whole state by name. To restore it, load into these tensors and call `resume`."""
@@ -115,11 +125,15 @@ class ScheduledOptimizer:
                 for parameter, state in optimizer.state_dict()["state"].items():
                     kept = {name: value for name, value in state.items() if value is not None}
                     tensors |= {f"{parameter}.{name}": value for name, value in kept.items()}
+        if self.scaler is not None:
+            tensors["loss_scale"] = self.scaler.tensor()
         return tensors
 
     def resume(self, steps: int) -> None:
         """Resumes after `steps` steps. Call it before the first batch."""
         self.steps = steps
+        if self.scaler is not None:
+            self.scaler.restore()
         if self.fused is not None:
             # The kernel counts batches for Adam's bias correction and does not save its count.
             self.fused.set_optimizer_step(steps * self.accumulate_batches)

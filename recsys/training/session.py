@@ -16,6 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 import recsys.config as config
 from recsys import environment, files
 from recsys import protos as pb
+from recsys.config import features
 from recsys.config.checks.effects import behind_the_end
 from recsys.data.batch import Batch, Position
 from recsys.data.convert import item_catalogue
@@ -27,6 +28,7 @@ from recsys.training import checkpoint
 from recsys.training.averaging import WeightAverage
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, gather, on_main
+from recsys.training.loss_scaling import LossScaler
 from recsys.training.optimizers import ScheduledOptimizer
 from recsys.training.recorded_step import recorder_for
 from recsys.training.resume import (
@@ -270,7 +272,7 @@ def _build(
     plan = plan_tables(step, pipeline, processes, folder)
     wrapped = shard(step, pipeline, processes, plan, draw=not resumes)
     step.loss_of_vectors.recorder = recorder_for(model, pipeline, processes.device, processes.world_size)
-    optimizer = ScheduledOptimizer(wrapped, train, total_steps)
+    optimizer = ScheduledOptimizer(wrapped, train, total_steps, _scaler(step, pipeline, processes))
     seed_everything(_seed(pipeline, processes.rank, 0))
     return Session(
         pipeline=pipeline,
@@ -288,6 +290,16 @@ def _build(
         parameters=parameters,
         average=_average(wrapped, train),
     )
+
+
+def _scaler(step: TrainStep, pipeline: pb.Pipeline, processes: Processes) -> LossScaler | None:
+    if pipeline.model.precision != pb.FP16:
+        return None
+    sharded = [name for table in features.tables(pipeline) if table.sharded for name in table.columns]
+    scaler = LossScaler(processes.device)
+    scaler.watch(step.sum_over_ranks)
+    step.loss_of_vectors.transform = scaler.dividing(sharded)
+    return scaler
 
 
 def _average(wrapped: DistributedModelParallel, train: pb.Train) -> WeightAverage | None:

@@ -109,6 +109,10 @@ def _column_wise(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _table_precision(pipeline: pb.Pipeline) -> Iterator[Finding]:
     embedding, path = pipeline.model.embedding, "model.embedding"
+    halves = {entry.table_precision for entry in embedding.tables} | {embedding.table_precision}
+    if pb.FP16 in halves and pipeline.train.HasField("weight_averaging") and sharded(pipeline):
+        what = "an average of FP16 tables would lose small updates"
+        yield Finding("train.weight_averaging", f"{what}; leave it out, or set table_precision: FP32")
     if embedding.table_precision == pb.BF16:
         yield Finding(f"{path}.table_precision", _NO_BF16)
     for index, entry in enumerate(embedding.tables):

@@ -307,6 +307,10 @@ RANKER_RULES = [
         'train.sharding.tables=[{table: "city" kind: COLUMN_WISE}]',
         "train.sharding.tables[0].kind: COLUMN_WISE is given; row_wise_adagrad has one state for a row",
     ),
+    (
+        "model.embedding.table_precision=FP16 train.weight_averaging={}",
+        "train.weight_averaging: an average of FP16 tables would lose small updates",
+    ),
     ("model.embedding.table_precision=BF16", "model.embedding.table_precision: BF16 is given; FBGEMM has no"),
     (
         'model.embedding.tables=[{table: "city" placement: REPLICATED table_precision: FP16}]',
