@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "train.hooks",
     "train.sharding",
     "train.sharding_plan",
+    "train.unique_ids",
     "data.validation",
     "data.test",
     "data.eval_batch_size",

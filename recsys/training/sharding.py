@@ -77,7 +77,9 @@ def shard(
             weights that are loaded next.
     """
     collections = sharded_collections(module, pipeline)
-    sharder = EmbeddingCollectionSharder(fused_params=fused_params(pipeline.train.sparse_optimizer))
+    sharder = EmbeddingCollectionSharder(
+        fused_params=fused_params(pipeline.train.sparse_optimizer), use_index_dedup=pipeline.train.unique_ids
+    )
     planned = {
         name: EmbeddingModuleShardingPlan(
             {

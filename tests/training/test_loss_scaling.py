@@ -114,9 +114,7 @@ def test_a_step_whose_gradients_overflow_is_skipped_and_counted(tmp_path, proces
 def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, processes):
     run = Run(tmp_path, processes, *FP16)
     spoil(run.session.model.head, 1000)
-    with pytest.raises(
-        NonFiniteLossError, match=rf"^step {MAX_SKIPPED}: gradients overflowed float16 in 25"
-    ):
+    with pytest.raises(NonFiniteLossError, match=rf"^step {MAX_SKIPPED}: gradients overflowed float16 in 25"):
         for number in range(100):
             run.step(number)
 

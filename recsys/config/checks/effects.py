@@ -12,7 +12,7 @@ from recsys.config.declarations import model_of
 def _replicated(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if sharded(pipeline):
         return
-    for field in ("sparse_optimizer", "sharding", "sharding_plan"):
+    for field in ("sparse_optimizer", "sharding", "sharding_plan", "unique_ids"):
         if pipeline.train.HasField(field):
             problem = "without effect: REPLICATED tables are trained by train.dense_optimizer"
             yield Finding(f"train.{field}", problem)

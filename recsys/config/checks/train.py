@@ -24,6 +24,8 @@ def device(pipeline: pb.Pipeline, kind: str) -> Iterator[Finding]:
         if kind == "cpu" and sharded(pipeline) and pipeline.train.sparse_optimizer.HasField(name):
             problem = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
             yield Finding(f"train.sparse_optimizer.{name}", problem)
+    if kind == "cpu" and sharded(pipeline) and pipeline.train.unique_ids:
+        yield Finding("train.unique_ids", "it needs a GPU: FBGEMM finds unique ids on CUDA only")
     if kind == "cpu" and sharded(pipeline):
         for place, message in _sharding_messages(pipeline):
             if message.kernel in (pb.TableSharding.FUSED_UVM, pb.TableSharding.FUSED_UVM_CACHING):

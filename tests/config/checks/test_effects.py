@@ -145,6 +145,9 @@ def test_host_memory_of_a_gpu_is_refused_on_a_cpu(tmp_path):
     with pytest.raises(ConfigError, match=r"train.sharding.tables\[0\].kernel: FUSED_UVM is given; it need"):
         config.check_device(pipeline, "cpu")
     config.check_device(pipeline, "cuda")
+    pipeline = load(RANKER, ["train.unique_ids=true"], tmp_path).pipeline
+    with pytest.raises(ConfigError, match=r"^.*train.unique_ids: it needs a GPU"):
+        config.check_device(pipeline, "cpu")
 
 
 @pytest.mark.parametrize("name", ["adam", "partial_row_wise_adam"])
