@@ -199,6 +199,27 @@ def samples_negatives(pipeline: pb.Pipeline) -> bool:
     return model_of(pipeline).softmax.WhichOneof("negatives") in ("uniform", "in_batch", "frequency")
 
 
+def divides_catalogue(pipeline: pb.Pipeline) -> bool:
+    """Returns whether ranks divide the catalogue among them in training.
+
+    They do for a softmax over all items of a sharded table, so that rows need not be exchanged.
+    """
+    model = model_of(pipeline)
+    if model.item_feature is None or not (model.embeds_items and model.divides_catalogue):
+        return False
+    divided = is_sharded(pipeline, _item_table(pipeline, model.item_feature))
+    return divided and not samples_negatives(pipeline)
+
+
+def catalogue_rows(num_rows: int, rank: int, world_size: int) -> range:
+    """Returns the rows of a rank's items in the item table, which has `num_rows`; row 0 is no item.
+
+    They are the rows that the rank holds if the table is divided into blocks of rows.
+    """
+    block = -(-num_rows // world_size)
+    return range(min(max(1, rank * block), num_rows), min((rank + 1) * block, num_rows))
+
+
 def searched_item(pipeline: pb.Pipeline) -> pb.Feature:
     """Returns the feature whose vocabulary is the catalogue that the model searches.
 

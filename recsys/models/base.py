@@ -106,6 +106,13 @@ class Model(nn.Module):
         """Returns the vectors of the batch's shared items, float32 [V, E], if the model searches items."""
         raise NotImplementedError
 
+    def divide_catalogue(self, rank: int, world_size: int) -> None:
+        """Makes training compare the queries of all ranks with the items of each, `features.catalogue_rows`.
+
+        Training calls it if `features.divides_catalogue` says so; batches then have a rank's items only.
+        """
+        raise NotImplementedError
+
     def item_tower(self) -> nn.Module | None:
         """Returns a graph from features of items to their vectors (see `models.item_tower`), or None."""
         return None

@@ -268,6 +268,8 @@ def _build(
     if train.HasField("num_epochs") and processes.is_main:
         for finding in behind_the_end(pipeline, total_steps):
             log.warning("%s: %s", finding.path, finding.text)
+    if processes.world_size > 1 and features.divides_catalogue(pipeline):
+        model.divide_catalogue(processes.rank, processes.world_size)
     step = TrainStep(model)
     plan = plan_tables(step, pipeline, processes, folder)
     wrapped = shard(step, pipeline, processes, plan, draw=not resumes)

@@ -47,6 +47,30 @@ VARIANTS = {
     "averaged_table_wise": ("train.sharding.kind=TABLE_WISE", "train.weight_averaging={ema {decay: 0.9}}"),
 }
 
+RETRIEVER = (
+    "data.num_lanes=1",
+    "train.num_steps=6",
+    "train.evaluation={every_steps: 3 best_metric: 'mrr'}",
+    "train.dense_optimizer={sgd {lr: 0.1}}",
+    "train.sparse_optimizer={sgd {lr: 0.5}}",
+    """features=[
+      {name: "item_id" sides: [HISTORY, CANDIDATE] id {vocabulary {}}},
+      {name: "tag" sides: [HISTORY, CANDIDATE] id {vocabulary {} multi_valued: true}}
+    ]""",
+    """model={
+      embedding_dim: 16
+      retriever {
+        item_feature: "item_id"
+        preprocessor { uih { positional {} } }
+        mixer { hstu { num_heads: 2 qk_dim: 8 } }
+        loss { softmax { full {} learn_temperature: true } }
+        item_encoder { mlp { hidden: 16 } }
+        metrics { mrr {} }
+      }
+    }""",
+)
+"""A full softmax over a sharded catalogue, which two ranks divide, with everything that has gradients."""
+
 OVER_ROWS = (
     "model.ranker.head={ple {num_levels: 2 expert_dim: 8}}",
     "model.ranker.tasks[0].loss={jrc {}}",
@@ -74,6 +98,8 @@ def uneven(folder) -> tuple[str, str]:
 def jobs(folder, uneven) -> dict[str, list[str]]:
     """Overrides of each run by name, for one process."""
     found = {name: [*STILL, *extra] for name, extra in VARIANTS.items()}
+    found["retriever"] = [*RETRIEVER]
+    found["uneven_retriever"] = [*RETRIEVER, *uneven]
     found["uneven"] = [*STILL, *uneven]
     found["uneven_rows"] = [*STILL, *uneven, *OVER_ROWS]
     return found
@@ -131,6 +157,18 @@ def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, na
                 for x in (expected[step], found[step])
             ]
             assert numbers[1] == pytest.approx(numbers[0], rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["retriever", "uneven_retriever"])
+def test_a_divided_catalogue_has_the_losses_of_one_process(folder, two_ranks, jobs, name):
+    """Gradients are compared in `modules/losses/test_divided_softmax.py`, where float32 cancels less."""
+    assert train(folder / "one" / name, *jobs[name]) == 0
+    for kind, entry in (("train", "losses"), ("evaluation", "metrics")):
+        expected, found = records(folder / "one" / name, kind), records(two_ranks / name, kind)
+        assert sorted(expected) == sorted(found) != []
+        for step in expected:
+            losses = [{n: x for n, x in r[step][entry].items() if n != "mrr"} for r in (expected, found)]
+            assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_slices_and_bins_are_those_of_one_process(folder, two_ranks, jobs):
