@@ -6,6 +6,7 @@ import signal
 import socket
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -51,8 +52,8 @@ RETRIEVER = (
     "data.num_lanes=1",
     "train.num_steps=6",
     "train.evaluation={every_steps: 3 best_metric: 'mrr'}",
-    "train.dense_optimizer={sgd {lr: 0.1}}",
-    "train.sparse_optimizer={sgd {lr: 0.5}}",
+    "train.dense_optimizer={sgd {lr: 0.02}}",
+    "train.sparse_optimizer={sgd {lr: 0.1}}",
     """features=[
       {name: "item_id" sides: [HISTORY, CANDIDATE] id {vocabulary {}}},
       {name: "tag" sides: [HISTORY, CANDIDATE] id {vocabulary {} multi_valued: true}}
@@ -95,11 +96,20 @@ def uneven(folder) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def jobs(folder, uneven) -> dict[str, list[str]]:
+def long_and_uneven(folder) -> str:
+    """40 rows with histories that a retriever can learn from."""
+    path, rows = folder / "long.parquet", pq.read_table("tests/data/kuairand/train.parquet")
+    long = rows.filter(pc.greater_equal(pc.list_value_length(rows["uih_item_id"]), 5))
+    pq.write_table(long.slice(0, 40), path, row_group_size=40)
+    return f'data.train.parquet.paths=["{path}"]'
+
+
+@pytest.fixture(scope="module")
+def jobs(folder, uneven, long_and_uneven) -> dict[str, list[str]]:
     """Overrides of each run by name, for one process."""
     found = {name: [*STILL, *extra] for name, extra in VARIANTS.items()}
     found["retriever"] = [*RETRIEVER]
-    found["uneven_retriever"] = [*RETRIEVER, *uneven]
+    found["uneven_retriever"] = [*RETRIEVER, long_and_uneven]
     found["uneven"] = [*STILL, *uneven]
     found["uneven_rows"] = [*STILL, *uneven, *OVER_ROWS]
     return found
