@@ -161,10 +161,10 @@ def make_plan(module: nn.Module, pipeline: pb.Pipeline, world_size: int, device_
     try:
         planned = planner.plan(nn.ModuleList(collections.values()), [sharder])
     except PlannerError as error:
-        what = str(error).strip().splitlines()[0][:200]
+        reason = str(error).strip().splitlines()[0][:200]
         raise ConfigError(
             f"train.sharding: TorchRec's planner finds no division over {world_size} ranks with "
-            f"{room / 2**30:.1f} GiB for tables on each ({what}). Take more ranks, set "
+            f"{room / 2**30:.1f} GiB for tables on each ({reason}). Take more ranks, set "
             "train.sharding.kernel: FUSED_UVM_CACHING (GPU), or model.embedding.table_precision: FP16"
         ) from error
     decided = {name: choice for tables in planned.plan.values() for name, choice in tables.items()}
@@ -321,7 +321,7 @@ def ids_per_row(pipeline: pb.Pipeline) -> dict[str, float]:
         pb.HISTORY: float(data.max_history_len),
         pb.CANDIDATE: float(data.max_candidates or 1),
     }
-    found = {column.name: longest[column.side] for column in features.columns(pipeline)}
+    counts = {column.name: longest[column.side] for column in features.columns(pipeline)}
     drawn = {
         "uniform": softmax.uniform.num_negatives,
         "in_batch": softmax.in_batch.num_uniform,
@@ -331,7 +331,7 @@ def ids_per_row(pipeline: pb.Pipeline) -> dict[str, float]:
     shared = features.shared_columns(pipeline)
     catalogue = features.table_rows(features.searched_item(pipeline)) - 1 if shared else 0
     items = drawn.get(chosen, catalogue) / data.batch_size
-    found |= {features.NEGATIVES: items} if shared else {}
-    found |= {features.BATCH_ITEMS: longest[pb.HISTORY]} if features.BATCH_ITEMS in shared else {}
-    found |= {column.name: items for column in features.columns(pipeline, pb.ITEM)}
-    return found
+    counts |= {features.NEGATIVES: items} if shared else {}
+    counts |= {features.BATCH_ITEMS: longest[pb.HISTORY]} if features.BATCH_ITEMS in shared else {}
+    counts |= {column.name: items for column in features.columns(pipeline, pb.ITEM)}
+    return counts

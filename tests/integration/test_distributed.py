@@ -174,10 +174,10 @@ def test_a_divided_catalogue_has_the_losses_of_one_process(folder, two_ranks, jo
     """Gradients are compared in `modules/losses/test_divided_softmax.py`, where float32 cancels less."""
     assert train(folder / "one" / name, *jobs[name]) == 0
     for kind, entry in (("train", "losses"), ("evaluation", "metrics")):
-        expected, found = records(folder / "one" / name, kind), records(two_ranks / name, kind)
-        assert sorted(expected) == sorted(found) != []
+        expected, actual = records(folder / "one" / name, kind), records(two_ranks / name, kind)
+        assert sorted(expected) == sorted(actual) != []
         for step in expected:
-            losses = [{n: x for n, x in r[step][entry].items() if n != "mrr"} for r in (expected, found)]
+            losses = [{n: x for n, x in r[step][entry].items() if n != "mrr"} for r in (expected, actual)]
             assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 

@@ -62,11 +62,11 @@ def test_a_scale_changes_no_bit_of_a_float32_run(tmp_path, processes):
     for number in range(3):
         plain.step(number)
         scaled.step(number)
-    expected, found = plain.weights(), scaled.weights()
-    assert found.pop("loss_scale").tolist() == [65536, 3, 0, 0]
-    assert expected.keys() == found.keys()
+    expected, actual = plain.weights(), scaled.weights()
+    assert actual.pop("loss_scale").tolist() == [65536, 3, 0, 0]
+    assert expected.keys() == actual.keys()
     assert not torch.equal(expected[TABLE], before[TABLE])
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def spoil(module: nn.Module, times: int) -> None:

@@ -122,9 +122,9 @@ def test_two_ranks_build_a_table_without_either_holding_it(tmp_path):
     ],
 )
 def test_other_forms_on_a_gpu_have_the_losses_of_float32_tables_in_gpu_memory(tmp_path, override, tolerance):
-    for name, overrides in (("plain", ()), ("other", (override,))):
+    for name, overrides in (("plain", ()), ("changed", (override,))):
         assert train(tmp_path / name, "train.num_steps=8", *overrides) == 0
-    expected, found = records(tmp_path / "plain"), records(tmp_path / "other")
-    assert sorted(expected) == sorted(found) == list(range(1, 9))
+    expected, actual = records(tmp_path / "plain"), records(tmp_path / "changed")
+    assert sorted(expected) == sorted(actual) == list(range(1, 9))
     for step in expected:
-        assert found[step]["losses"] == pytest.approx(expected[step]["losses"], rel=tolerance)
+        assert actual[step]["losses"] == pytest.approx(expected[step]["losses"], rel=tolerance)

@@ -140,10 +140,10 @@ def test_memory_is_rows_and_optimizer_states(precision, optimizer, row_bytes):
     pipeline = prepare(f"train.sparse_optimizer={{{optimizer}}}")
     assert memory.table_memory(table, 1, pipeline.train).device == 500_000 * row_bytes
     cached = replace(table, kernel="FUSED_UVM_CACHING", cache_load_factor=0.1)
-    found = memory.table_memory(cached, 0, pipeline.train)
-    assert found.host == 500_000 * row_bytes
+    actual = memory.table_memory(cached, 0, pipeline.train)
+    assert actual.host == 500_000 * row_bytes
     weights = 500_000 * 64 * (2 if precision == "FP16" else 4)
-    assert found.device == weights // 10 + 4 * 500_000
+    assert actual.device == weights // 10 + 4 * 500_000
 
 
 def test_too_little_memory_names_the_table_and_the_remedy(monkeypatch):

@@ -89,8 +89,8 @@ def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
             if name in seen:
                 yield Finding(place, f"{name!r} is given twice; put all settings of a table into one entry")
             elif name in every and name not in names:
-                what = "the table is REPLICATED, so it is not divided"
-                yield Finding(place, f"{name!r} is given; {what}; remove the entry")
+                problem = "the table is REPLICATED, so it is not divided"
+                yield Finding(place, f"{name!r} is given; {problem}; remove the entry")
             elif name and name not in names:
                 yield Finding(place, f"there is no table {name!r}. {did_you_mean(name, names)}")
             seen.add(name)
@@ -103,9 +103,9 @@ def _column_wise(pipeline: pb.Pipeline) -> Iterator[Finding]:
         return
     for place, message in _sharding_messages(pipeline):
         if message.kind == pb.Sharding.COLUMN_WISE:
-            what = f"{chosen.name} has one state for a row, which column-wise shards would split"
+            problem = f"{chosen.name} has one state for a row, which column-wise shards would split"
             yield Finding(
-                f"{place}.kind", f"COLUMN_WISE is given; {what}; use ROW_WISE, or sparse_optimizer adagrad"
+                f"{place}.kind", f"COLUMN_WISE is given; {problem}; use ROW_WISE, or sparse_optimizer adagrad"
             )
 
 
@@ -113,8 +113,8 @@ def _table_precision(pipeline: pb.Pipeline) -> Iterator[Finding]:
     embedding, path = pipeline.model.embedding, "model.embedding"
     halves = {entry.table_precision for entry in embedding.tables} | {embedding.table_precision}
     if pb.FP16 in halves and pipeline.train.HasField("weight_averaging") and sharded(pipeline):
-        what = "an average of FP16 tables would lose small updates"
-        yield Finding("train.weight_averaging", f"{what}; leave it out, or set table_precision: FP32")
+        problem = "an average of FP16 tables would lose small updates"
+        yield Finding("train.weight_averaging", f"{problem}; leave it out, or set table_precision: FP32")
     if embedding.table_precision == pb.BF16:
         yield Finding(f"{path}.table_precision", _NO_BF16)
     for index, entry in enumerate(embedding.tables):
@@ -122,8 +122,8 @@ def _table_precision(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if entry.table_precision == pb.BF16:
             yield Finding(place, _NO_BF16)
         elif entry.table_precision == pb.FP16 and not features.is_sharded(pipeline, entry.table):
-            what = "train.dense_optimizer trains a REPLICATED table and needs float32"
-            yield Finding(place, f"FP16 is given; {what}; use FP32, or placement SHARDED")
+            problem = "train.dense_optimizer trains a REPLICATED table and needs float32"
+            yield Finding(place, f"FP16 is given; {problem}; use FP32, or placement SHARDED")
 
 
 def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:

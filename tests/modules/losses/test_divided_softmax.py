@@ -36,9 +36,9 @@ def compare(rank: int, store: str, rank_of_empty: int) -> None:
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         for l2_normalize in (False, True):
             whole = check(torch.float64, None, rank, rank_of_empty, l2_normalize)
-            found = check(dtype, rank, rank, rank_of_empty, l2_normalize)
+            actual = check(dtype, rank, rank, rank_of_empty, l2_normalize)
             for name, expected in whole.items():
-                difference = (found[name].double() - expected).norm() / (expected.norm() + 1e-30)
+                difference = (actual[name].double() - expected).norm() / (expected.norm() + 1e-30)
                 assert difference <= bound or not expected.numel(), (name, dtype, difference)
     dist.barrier()
     dist.destroy_process_group()
@@ -54,10 +54,10 @@ def check(
         queries, targets, weights = (x[COUNTS[0] :] for x in (queries, targets, weights))
         first, last = (0, 0) if shown == 0 else (0, COUNTS[1])
     rows = catalogue_rows(ITEMS + 1, shown, 2)
-    mine, places = slice(first, last), slice(rows.start - 1, rows.stop - 1)
+    local, places = slice(first, last), slice(rows.start - 1, rows.stop - 1)
     loss, part = softmax(dtype), None
     if rank is not None:
-        queries, targets, weights, items = queries[mine], targets[mine], weights[mine], items[places]
+        queries, targets, weights, items = queries[local], targets[local], weights[local], items[places]
         part = CataloguePart(rows.start - 1, ITEMS, rank, 2)
     queries, items = queries.clone().requires_grad_(), items.clone().requires_grad_()
     losses = loss(queries, items, targets, l2_normalize=l2_normalize, part=part)
@@ -66,8 +66,8 @@ def check(
     temperature = loss.log_excess.grad
     if rank is None:
         return {
-            "losses": losses[mine].detach(),
-            "queries": queries.grad[mine],
+            "losses": losses[local].detach(),
+            "queries": queries.grad[local],
             "items": items.grad[places],
             "temperature": temperature,
         }
