@@ -116,6 +116,9 @@ class ModelDeclaration:
     """True if the items that the model searches have an embedding table. A model with its own representation
     of items has none for them."""
 
+    divides_catalogue: ClassVar[bool] = False
+    """True if each rank can compare the queries of all ranks with its part of the catalogue in training."""
+
     weight_sides: ClassVar[tuple[int, ...]] = (pb.USER, pb.CANDIDATE)
     """Sides that a column with weights of a loss may have."""
 

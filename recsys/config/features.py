@@ -4,7 +4,7 @@ The reader finds its columns here, and models find their embedding tables. All f
 Pipeline, with tables, widths and vocabulary sizes filled in.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recsys import protos as pb
 from recsys.config.declarations import model_of
@@ -64,12 +64,22 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table of `rows` x `width` numbers, and the columns that read it."""
+    """One embedding table of `rows` x `width` numbers.
+
+    Attributes:
+        name: name in the config.
+        rows, width: its shape.
+        columns: names of the columns that read it.
+        sharded: whether the sparse optimizer trains it, divided over the ranks.
+        precision: number type of its rows, pb.FP32 or pb.FP16.
+    """
 
     name: str
     rows: int
     width: int
     columns: tuple[str, ...]
+    sharded: bool = True
+    precision: int = pb.FP32
 
 
 def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
@@ -125,7 +135,15 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
             continue
         earlier = by_name.get(column.table)
         names = (earlier.columns if earlier else ()) + (column.name,)
-        by_name[column.table] = Table(column.table, table_rows(column.feature), column.width, names)
+        name = column.table
+        by_name[name] = Table(
+            name,
+            table_rows(column.feature),
+            column.width,
+            names,
+            is_sharded(pipeline, name),
+            table_precision(pipeline, name),
+        )
     model = model_of(pipeline)
     if model.item_feature is not None:
         table = by_name.get(_item_table(pipeline, model.item_feature))
@@ -133,10 +151,36 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
             problem = f"{model.item_feature!r} is given; no id feature has this name"
             raise ValueError(f"{model.path}.item_feature: {problem}")
         names = (*table.columns, *shared_columns(pipeline))
-        by_name[table.name] = Table(table.name, table.rows, table.width, names)
+        by_name[table.name] = replace(table, columns=names)
         if not model.embeds_items:
             del by_name[table.name]
     return list(by_name.values())
+
+
+def is_sharded(pipeline: pb.Pipeline, table: str) -> bool:
+    """Returns whether a table is divided over the ranks and trained by the sparse optimizer."""
+    embedding = pipeline.model.embedding
+    chosen = [entry.placement for entry in embedding.tables if entry.table == table and entry.placement]
+    return (chosen[0] if chosen else embedding.placement) == pb.Embedding.SHARDED
+
+
+def table_precision(pipeline: pb.Pipeline, table: str) -> int:
+    """Returns the number type of a table's rows. Tables that are not sharded are FP32."""
+    if not is_sharded(pipeline, table):
+        return pb.FP32
+    embedding = pipeline.model.embedding
+    chosen = [entry for entry in embedding.tables if entry.table == table and entry.table_precision]
+    return chosen[0].table_precision if chosen else embedding.table_precision
+
+
+def table_names(pipeline: pb.Pipeline) -> list[str]:
+    """Returns the names of all embedding tables that the features have, in the order of the config."""
+    names = [
+        feature.id.table if feature.HasField("id") else feature.name
+        for feature in pipeline.features
+        if feature.HasField("id") or feature.numeric.HasField("bucketize")
+    ]
+    return list(dict.fromkeys(names))
 
 
 def shared_columns(pipeline: pb.Pipeline) -> list[str]:
@@ -153,6 +197,27 @@ def shared_columns(pipeline: pb.Pipeline) -> list[str]:
 def samples_negatives(pipeline: pb.Pipeline) -> bool:
     """Returns whether the model is trained with a sample of its items as negatives."""
     return model_of(pipeline).softmax.WhichOneof("negatives") in ("uniform", "in_batch", "frequency")
+
+
+def divides_catalogue(pipeline: pb.Pipeline) -> bool:
+    """Returns whether ranks divide the catalogue among them in training.
+
+    They do for a softmax over all items of a sharded table, so that rows need not be exchanged.
+    """
+    model = model_of(pipeline)
+    if model.item_feature is None or not (model.embeds_items and model.divides_catalogue):
+        return False
+    divided = is_sharded(pipeline, _item_table(pipeline, model.item_feature))
+    return divided and not samples_negatives(pipeline)
+
+
+def catalogue_rows(num_rows: int, rank: int, world_size: int) -> range:
+    """Returns the rows of a rank's items in the item table, which has `num_rows`; row 0 is no item.
+
+    They are the rows that the rank holds if the table is divided into blocks of rows.
+    """
+    block = -(-num_rows // world_size)
+    return range(min(max(1, rank * block), num_rows), min((rank + 1) * block, num_rows))
 
 
 def searched_item(pipeline: pb.Pipeline) -> pb.Feature:

@@ -13,8 +13,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from recsys import protos as pb
-from recsys.config import checks, fields
+from recsys.config import checks, features, fields
 from recsys.config.checks import Finding, choices
+from recsys.config.checks.train import sharded
 from recsys.config.checks.walk import descend
 from recsys.config.declarations import Choice, mixer_of, model_of
 from recsys.config.features import ACTIONS, PREFIX
@@ -41,6 +42,7 @@ _IMPLIED = {
 }
 """Fields whose message has the same meaning when it is absent as when it is empty."""
 
+_CACHE_LOAD_FACTOR = 0.2
 _LARGEST_INT32 = 2**31 - 1
 _NO_FILE = "no file"
 
@@ -76,10 +78,12 @@ def resolve(
     origins: dict[str, str] = {}
     _imply(result, "", origins)
     _layers(result, origins)
-    if result.model.embedding.placement == pb.Embedding.SHARDED:
-        _imply_fields(result.train, "train", ("sparse_optimizer", "sharding"), origins)
+    if sharded(result):
+        planned = result.train.HasField("sharding_plan")
+        names = ("sparse_optimizer",) if planned else ("sparse_optimizer", "sharding")
+        _imply_fields(result.train, "train", names, origins)
         _imply(result.train, "train", origins)
-    for part in (_features, _data, _model, _tasks, _train, _export):
+    for part in (_features, _data, _model, _tables, _tasks, _train, _export):
         for choice in part(result):
             _fill(choice, origins)
     _defaults(result, "", origins)
@@ -217,6 +221,8 @@ def _tasks(pipeline: pb.Pipeline) -> Iterator[Choice]:
 
 def _train(pipeline: pb.Pipeline) -> Iterator[Choice]:
     train = pipeline.train
+    if train.HasField("sharding"):
+        yield from _sharding(train.sharding)
     named = [metric.name for metric in checks.metric_names(pipeline) if metric.directed]
     if named:
         yield Choice(
@@ -224,8 +230,34 @@ def _train(pipeline: pb.Pipeline) -> Iterator[Choice]:
         )
 
 
+def _sharding(sharding: pb.Sharding) -> Iterator[Choice]:
+    """Yields the settings that tables take over from the settings of all tables."""
+    caching, path = pb.TableSharding.FUSED_UVM_CACHING, "train.sharding"
+    if sharding.kernel == caching:
+        yield Choice(sharding, path, "cache_load_factor", _CACHE_LOAD_FACTOR, "default")
+    for index, table in enumerate(sharding.tables):
+        place = f"{path}.tables[{index}]"
+        yield Choice(table, place, "kind", sharding.kind, f"{path}.kind")
+        yield Choice(table, place, "kernel", sharding.kernel, f"{path}.kernel")
+        if table.kernel == caching:
+            share = sharding.cache_load_factor or _CACHE_LOAD_FACTOR
+            yield Choice(table, place, "cache_load_factor", share, f"{path}.cache_load_factor or default")
+
+
+def _tables(pipeline: pb.Pipeline) -> Iterator[Choice]:
+    """Yields the settings that embedding tables take over from the settings of all tables."""
+    embedding, path = pipeline.model.embedding, "model.embedding"
+    for index, table in enumerate(embedding.tables):
+        place = f"{path}.tables[{index}]"
+        yield Choice(table, place, "placement", embedding.placement, f"{path}.placement")
+        if features.is_sharded(pipeline, table.table):
+            yield Choice(
+                table, place, "table_precision", embedding.table_precision, f"{path}.table_precision"
+            )
+
+
 def _export(pipeline: pb.Pipeline) -> Iterator[Choice]:
-    tolerance = 2e-2 if pipeline.model.precision == pb.BF16 else 1e-4
+    tolerance = {pb.BF16: 2e-2, pb.FP16: 5e-3}.get(pipeline.model.precision, 1e-4)
     yield Choice(pipeline.export, "export", "parity_tolerance", tolerance, "model.precision")
 
 

@@ -30,13 +30,17 @@ class Collator:
         self._negatives = negatives
 
     @classmethod
-    def open(cls, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode) -> "Collator":
+    def open(
+        cls, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode, rank: int = 0, world_size: int = 1
+    ) -> "Collator":
         """Reads the features and counts of items that negatives need.
 
         Raises:
             DataError: a file cannot be used.
         """
-        negatives = NegativesBuilder.open(pipeline, mode) if features.shared_columns(pipeline) else None
+        negatives = None
+        if features.shared_columns(pipeline):
+            negatives = NegativesBuilder.open(pipeline, mode, rank, world_size)
         return cls(pipeline, rule, negatives)
 
     def collate(self, arrays: BatchArrays, position: Position, index: int) -> Batch:

@@ -107,7 +107,7 @@ class Loader:
         name = split if isinstance(split, str) else "predicted"
         rank_name = f", rank {rank}" if world_size > 1 else ""
         counter = RowCounter(name, rank_name, by_epoch=mode == "train")
-        collator = Collator.open(pipeline, rule, mode)
+        collator = Collator.open(pipeline, rule, mode, rank, world_size)
         settings = PlanSettings(
             batch_size=data.batch_size if mode == "train" else data.eval_batch_size,
             num_lanes=1 if mode == "predict" else data.num_lanes,

@@ -68,13 +68,21 @@ class NegativesBuilder:
         self._whole_catalogue: NegativeColumns | None = None
 
     @classmethod
-    def open(cls, pipeline: pb.Pipeline, mode: Mode) -> "NegativesBuilder":
+    def open(
+        cls, pipeline: pb.Pipeline, mode: Mode, rank: int = 0, world_size: int = 1
+    ) -> "NegativesBuilder":
         """Reads the features of items, and their counts in training if weights or draws need them.
+
+        Args:
+            pipeline: resolved.
+            mode: purpose of the batches.
+            rank, world_size: in training, a rank may get only its part of the catalogue, see
+                `features.divides_catalogue`.
 
         Raises:
             DataError: a file cannot be used.
         """
-        sampler = NegativeSampler.open(pipeline, mode)
+        sampler = NegativeSampler.open(pipeline, mode, rank, world_size)
         # A package predicts without the item file, because it holds the item vectors.
         described = features.columns(pipeline, pb.ITEM) and mode != "predict"
         catalogue = ItemCatalogue.open(pipeline) if described else None
@@ -137,25 +145,37 @@ class NegativeSampler:
         seed: seed of the draws.
         num_drawn: negatives per batch; None returns the whole catalogue.
         frequencies: draws by frequency; None draws uniformly.
+        catalogue: the rows that stand for the whole catalogue; None means all rows but row 0.
     """
 
     def __init__(
-        self, num_rows: int, seed: int, num_drawn: int | None, frequencies: "FrequencySampler | None" = None
+        self,
+        num_rows: int,
+        seed: int,
+        num_drawn: int | None,
+        frequencies: "FrequencySampler | None" = None,
+        catalogue: range | None = None,
     ) -> None:
         self.draws = num_drawn is not None
         self.frequencies = frequencies
         self._rows = num_rows
         self._seed = seed
         self._count = num_drawn
-        self._catalogue = None if self.draws else np.arange(1, num_rows)
+        rows = catalogue if catalogue is not None else range(1, num_rows)
+        self._catalogue = None if self.draws else np.arange(rows.start, rows.stop)
 
     @classmethod
-    def open(cls, pipeline: pb.Pipeline, mode: Mode) -> "NegativeSampler":
-        """Reads the training counts of items if the config draws negatives by frequency."""
+    def open(cls, pipeline: pb.Pipeline, mode: Mode, rank: int = 0, world_size: int = 1) -> "NegativeSampler":
+        """Reads the training counts of items if the config draws negatives by frequency.
+
+        In training, a rank may get only its part of the catalogue.
+        """
         num_rows = features.table_rows(features.searched_item(pipeline))
         seed, softmax = pipeline.train.seed, model_of(pipeline).softmax
         if mode != "train" or not features.samples_negatives(pipeline):
-            return cls(num_rows, seed, None)
+            divided = mode == "train" and features.divides_catalogue(pipeline)
+            rows = features.catalogue_rows(num_rows, rank, world_size) if divided else None
+            return cls(num_rows, seed, None, catalogue=rows)
         frequencies = FrequencySampler.open(pipeline) if softmax.HasField("frequency") else None
         return cls(num_rows, seed, num_drawn(softmax), frequencies)
 

@@ -20,6 +20,7 @@ from recsys.config.declarations import mixer_of
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.embedding import EmbeddingGroup
 from recsys.modules.mixers.base import AttentionUse, Mixer
+from recsys.modules.precision import COMPUTE_DTYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +51,8 @@ class Model(nn.Module):
 
     Attributes:
         pipeline: the resolved config that the model was built from.
-        precision: pb.FP32 or pb.BF16, the same in training, evaluation and export. Parameters are float32 in
-            both.
+        precision: pb.FP32, pb.BF16 or pb.FP16, the same in training, evaluation and export. Parameters are
+            float32 in all of them, except sharded tables with `table_precision: FP16`.
         embed: every embedding table; TorchRec shards the collections in it.
         objective: `(outputs, batch) -> Losses`, in float32.
     """
@@ -105,6 +106,13 @@ class Model(nn.Module):
         """Returns the vectors of the batch's shared items, float32 [V, E], if the model searches items."""
         raise NotImplementedError
 
+    def divide_catalogue(self, rank: int, world_size: int) -> None:
+        """Makes training compare the queries of all ranks with the items of each, `features.catalogue_rows`.
+
+        Training calls it if `features.divides_catalogue` says so; batches then have a rank's items only.
+        """
+        raise NotImplementedError
+
     def item_tower(self) -> nn.Module | None:
         """Returns a graph from features of items to their vectors (see `models.item_tower`), or None."""
         return None
@@ -134,10 +142,10 @@ class Model(nn.Module):
         return ()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Applies the precision policy to a forward pass: with BF16, matrix products run in bfloat16."""
-        if self.precision == pb.BF16:
-            return torch.autocast(next(self.parameters()).device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        """Applies the precision policy to a forward pass: matrix products run in bfloat16 or float16."""
+        if self.precision == pb.FP32:
+            return nullcontext()
+        return torch.autocast(next(self.parameters()).device.type, dtype=COMPUTE_DTYPES[self.precision])
 
 
 def add_rows(metrics: Mapping[str, Metric], rows: MetricRows) -> None:
@@ -146,10 +154,19 @@ def add_rows(metrics: Mapping[str, Metric], rows: MetricRows) -> None:
         metric.update(*rows[name.rpartition("/")[0]])
 
 
-def build_model(pipeline: pb.Pipeline) -> Model:
-    """Builds the model of a resolved pipeline on the CPU, with weights from torch's global generator."""
+def build_model(pipeline: pb.Pipeline, *, whole: bool = True) -> Model:
+    """Builds the model of a resolved pipeline on the CPU, with weights from torch's global generator.
+
+    Args:
+        pipeline: resolved.
+        whole: allocate large sharded tables too. False leaves them on the meta device, for
+            `training.distributed.shard`, which allocates on each rank its part of them.
+    """
     model = registry.pick(pipeline.model)
-    return model.cls(model.config, pipeline=pipeline)
+    built = model.cls(model.config, pipeline=pipeline)
+    if whole:
+        built.embed.materialize()
+    return built
 
 
 def layout_rule(pipeline: pb.Pipeline) -> LayoutRule:

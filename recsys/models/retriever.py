@@ -27,7 +27,9 @@ from recsys.models.ranking import rank_targets
 from recsys.modules.flops import linear_flops
 from recsys.modules.item_encoder import ItemEncoder
 from recsys.modules.losses.base import widen
+from recsys.modules.losses.divided_softmax import CataloguePart
 from recsys.modules.losses.softmax import IGNORED
+from recsys.modules.precision import COMPUTE_DTYPES
 from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
 from recsys.ops.linear_logp.recompute import SHORTEST
@@ -40,13 +42,13 @@ MAX_SCORES = 2**24
 class RetrieverOutputs:
     """The vectors that a retriever compares.
 
-    In training they have the model's precision, float32 or bfloat16, and are not yet normalized: the
+    In training they have the model's precision, float32, bfloat16 or float16, and are not yet normalized: the
     objective does that if the config sets `l2_normalize`. In evaluation they are float32 and, with
     `l2_normalize`, have unit length.
 
     Attributes:
         queries: [U, E], for each event of each history, the query for the item after it.
-        items: [V, E], the batch's negatives: drawn items, or the whole catalogue.
+        items: [V, E], the batch's negatives: drawn items, the whole catalogue, or this rank's part of it.
         batch_items: [D, E], the distinct items of the histories if negatives are drawn; else empty.
     """
 
@@ -89,7 +91,7 @@ class Retriever(NextItemModel):
             ItemEncoder(config.item_encoder, pipeline=pipeline) if config.HasField("item_encoder") else None,
             features.shared_columns(pipeline),
             l2_normalize=config.l2_normalize,
-            trains_in=torch.bfloat16 if self.precision == pb.BF16 else None,
+            trains_in=None if self.precision == pb.FP32 else COMPUTE_DTYPES[self.precision],
         )
         self.objective = NextItemLoss(
             config.loss,
@@ -128,6 +130,12 @@ class Retriever(NextItemModel):
         with self.autocast():
             return self.compare.shared(self.embed(batch), batch).items
 
+    def divide_catalogue(self, rank: int, world_size: int) -> None:
+        """Makes the loss compare the queries of all ranks with the items of each."""
+        count = self.objective.num_items
+        rows = features.catalogue_rows(count + 1, rank, world_size)
+        self.objective.part = CataloguePart(rows.start - 1, count, rank, world_size)
+
     def item_tower(self) -> ItemTower | None:
         """Returns the item encoder as a graph; None if the vector of an item is its embedding."""
         return None if self.compare.encode is None else ItemTower(self)
@@ -142,6 +150,8 @@ class Retriever(NextItemModel):
         sizes = dict(zip(batch.ids.keys(), batch.ids.length_per_key(), strict=True))
         shared = sum(sizes[name] for name in self.compare.shared_columns)
         compared = shared if self.objective.in_batch else sizes[features.NEGATIVES]
+        if self.training and self.objective.part is not None:
+            compared = self.objective.num_items
         queries = linear_flops(self.compare.postprocess, events) + 2 * events * compared * self.width
         if self.compare.encode is not None:
             queries += self.compare.encode.flops(shared)
@@ -233,6 +243,9 @@ class NextItemLoss(nn.Module):
         l2_normalize: whether to compare vectors as if they had unit length.
         weight_column: name of the column with the weight of each row, or of the prediction of each event; ""
             for none.
+
+    Attributes:
+        part: this rank's part of the catalogue, if ranks divide it in training; else None.
     """
 
     name = "next_item"
@@ -248,6 +261,7 @@ class NextItemLoss(nn.Module):
         self.l2_normalize = l2_normalize
         self.weight_column = weight_column
         self.in_batch = config.softmax.HasField("in_batch")
+        self.part: CataloguePart | None = None
 
     def forward(self, outputs: RetrieverOutputs, batch: Batch) -> Losses:
         """Returns sums and counts over the positions of this rank that have a target."""
@@ -255,10 +269,13 @@ class NextItemLoss(nn.Module):
         nothing = torch.zeros_like(batch.uih_lengths)
         target = following(items, batch.uih_lengths, last=nothing)
         has_target = target > 0
-        if len(outputs.items) == self.num_items and not len(outputs.batch_items):
+        part = self.part if self.training else None
+        if part is not None or (len(outputs.items) == self.num_items and not len(outputs.batch_items)):
             # The catalogue is the table without row 0, which represents unknown items.
             rows = torch.where(has_target, target - 1, IGNORED)
-            losses = self.loss(outputs.queries, outputs.items, rows, l2_normalize=self.l2_normalize)
+            losses = self.loss(
+                outputs.queries, outputs.items, rows, l2_normalize=self.l2_normalize, part=part
+            )
         else:
             losses = self._sampled(outputs, batch, torch.where(has_target, target, IGNORED))
         weights = position_weights(batch, self.weight_column) * has_target

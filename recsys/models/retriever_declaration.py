@@ -183,6 +183,8 @@ class NextItemDeclaration(ModelDeclaration):
 class RetrieverDeclaration(NextItemDeclaration):
     """Declares `Retriever`, which turns a history into a query and searches the catalogue of one feature."""
 
+    divides_catalogue = True
+
     @property
     def softmax(self) -> pb.SoftmaxLoss:
         """The message of the softmax of the next-item loss."""

@@ -10,15 +10,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, JaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.types import DataType
 
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch
+from recsys.modules import table_values
+from recsys.modules.losses.base import widen
+from recsys.modules.table_values import BlockNormal
 from recsys.ops import segment_sum
 
+SUFFIX = "_table"
+"""Suffix of a table's name in its collection. It keeps a table called `type` from colliding with attributes
+of a module."""
+
+LARGE = "_large"
+"""Suffix of the key of a collection whose tables are built on the meta device."""
 _WEIGHT = re.compile(r"(?:.*\.)?tables\.dim_[0-9]+\w*\.embeddings\.(.+)_table\.weight")
 
 
@@ -36,28 +47,45 @@ LookedUp = Sequence[dict[str, JaggedTensor]]
 class EmbeddingGroup(nn.Module):
     """Holds and looks up the embedding tables of a pipeline.
 
+    Sharded tables of more than `table_values.DRAWN_WHOLE` numbers are on the meta device, without memory,
+    until `materialize` allocates them, or `training`, which allocates on each rank its own part.
+
     Attributes:
         tables: an `EmbeddingCollection` for each width, since a collection has a single width; keys such as
-            `dim_64`.
+            `dim_64`. Large tables, and tables whose placement is not `model.embedding.placement`, have
+            collections of their own.
         pool: reduces the looked-up rows of multi-valued columns to one vector per row, event or candidate.
     """
 
     def __init__(self, pipeline: pb.Pipeline):
         super().__init__()
-        start = partial(nn.init.normal_, mean=0.0, std=pipeline.model.embedding.init_std)
-        by_width: dict[int, list[EmbeddingConfig]] = {}
+        usual, std = pipeline.model.embedding.placement, pipeline.model.embedding.init_std
+        drawn_whole = partial(nn.init.normal_, mean=0.0, std=std)
+        groups: dict[str, list[EmbeddingConfig]] = {}
         for table in features.tables(pipeline):
+            key = f"dim_{table.width}"
+            if table.sharded != (usual == pb.Embedding.SHARDED):
+                key += "_sharded" if table.sharded else "_replicated"
+            start = drawn_whole
+            if table.sharded and table.rows * table.width > table_values.DRAWN_WHOLE:
+                key += LARGE
+                start = BlockNormal(table.name, table.width, std, torch.initial_seed())
             config = EmbeddingConfig(
-                # The suffix keeps a table called `type` from colliding with attributes of a module.
-                name=f"{table.name}_table",
+                name=table.name + SUFFIX,
                 num_embeddings=table.rows,
                 embedding_dim=table.width,
+                data_type=DataType.FP16 if table.precision == pb.FP16 else DataType.FP32,
                 feature_names=list(table.columns),
                 init_fn=start,
             )
-            by_width.setdefault(table.width, []).append(config)
+            groups.setdefault(key, []).append(config)
         self.tables = nn.ModuleDict(
-            {f"dim_{width}": EmbeddingCollection(tables=configs) for width, configs in by_width.items()}
+            {
+                key: EmbeddingCollection(
+                    tables=configs, device=torch.device("meta") if key.endswith(LARGE) else None
+                )
+                for key, configs in groups.items()
+            }
         )
         self.pool = PoolValues(pipeline)
         self._given: Mapping[str, Tensor] | None = None
@@ -81,10 +109,19 @@ class EmbeddingGroup(nn.Module):
         finally:
             self._given = None
 
+    def materialize(self) -> None:
+        """Allocates whole tables on the CPU for those on the meta device, with their initial values."""
+        for key, tables in self.tables.items():
+            if key.endswith(LARGE) and isinstance(tables, EmbeddingCollection):
+                tables.to_empty(device="cpu")
+                for config in tables.embedding_configs():
+                    if config.init_fn is not None:
+                        config.init_fn(tables.embeddings[config.name].weight)
+
 
 def vectors_of(looked_up: LookedUp) -> dict[str, Tensor]:
     """Returns column -> [ids, width], the vectors in all results of `EmbeddingGroup.look_up`."""
-    return {name: jagged.values() for group in looked_up for name, jagged in group.items()}
+    return {name: widen(jagged.values()) for group in looked_up for name, jagged in group.items()}
 
 
 class PoolValues(nn.Module):

@@ -3,6 +3,11 @@
 import torch
 from torch import Tensor
 
+from recsys import protos as pb
+
+COMPUTE_DTYPES = {pb.FP32: torch.float32, pb.BF16: torch.bfloat16, pb.FP16: torch.float16}
+"""Dtype of matrix products by `model.precision`."""
+
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which a matrix product of `x` would run under the current autocast."""

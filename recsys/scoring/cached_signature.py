@@ -16,6 +16,7 @@ from recsys.config import features
 from recsys.models.base import Model, layout_rule
 from recsys.models.signature import TensorSpec
 from recsys.modules.cache import CacheStage, MixerCache, Prefix, StageSpec
+from recsys.modules.precision import COMPUTE_DTYPES
 from recsys.ops import SequenceLayout, offsets_from_lengths
 from recsys.scoring.cache import UserCache
 from recsys.scoring.prefill import CachedModel
@@ -57,7 +58,7 @@ class CacheSpec:
             num_channels=len({channel for stage in stages for channel in stage.channels}),
             num_contextual=layout_rule(pipeline).num_contextual,
             user_width=sum(column.width for column in users) if cached.keeps_users else 0,
-            dtype="bfloat16" if model.precision == pb.BF16 else "float32",
+            dtype=str(COMPUTE_DTYPES[model.precision]).removeprefix("torch."),
             stages=stages,
         )
 

@@ -49,7 +49,10 @@ class DenseOptimizer:
         config: the optimizer's message.
         lr: learning rate at the schedule's peak.
         weight_decay: weight decay of matrices, unless a group in the config sets another.
+        state_copies: number of tensors in the optimizer's state that are as large as a parameter, at most.
     """
+
+    state_copies: int = 2
 
     def __init__(self, config: Any):
         self.config = config
@@ -79,6 +82,8 @@ class AdamW(DenseOptimizer):
 class Sgd(DenseOptimizer):
     """Trains all parameters by torch.optim.SGD."""
 
+    state_copies = 1
+
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
         """Builds one torch.optim.SGD."""
         config = self.config
@@ -91,6 +96,8 @@ class Sgd(DenseOptimizer):
 @register(pb.Adagrad)
 class Adagrad(DenseOptimizer):
     """Trains all parameters by torch.optim.Adagrad."""
+
+    state_copies = 1
 
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
         """Builds one torch.optim.Adagrad."""

@@ -1,8 +1,7 @@
-"""Sets up the process group of a run, lets ranks agree, and shards tables over ranks.
+"""Sets up the process group of a run and lets ranks agree.
 
 A run started by `torchrun` has one process per device; any other run is a group of one process, which needs
-no port and no file. Model code is not aware of ranks: `shard` wraps a finished model, whose weights every
-rank has built from the same seed.
+no port and no file.
 """
 
 import gc
@@ -16,18 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingCollection
-from torchrec.distributed.comm import get_local_size
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from recsys import protos as pb
 from recsys.errors import RecsysError
-from recsys.training.optimizers import fused_params
 from recsys.training.rendezvous import fresh_store
 
 _TIMEOUT = timedelta(seconds=90)
@@ -154,69 +143,3 @@ def on_main(function: Callable[[], Result], group: dist.ProcessGroup | None = No
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
-
-
-def shard(module: nn.Module, pipeline: pb.Pipeline, processes: Processes) -> DistributedModelParallel:
-    """Wraps a model for the processes of the run; its weights keep their values. Collective.
-
-    With pb.Embedding.SHARDED, tables are split over the ranks and trained inside the backward pass, even in a
-    run of one process. With pb.Embedding.REPLICATED they stay plain parameters, whose gradients are averaged
-    like all others.
-
-    Args:
-        module: a model with tables in `EmbeddingCollection`s, on the CPU, the same on every rank.
-        pipeline: the resolved config.
-        processes: this rank.
-    """
-    placement, train = pipeline.model.embedding.placement, pipeline.train
-    sharders, plan = [], {}
-    if placement == pb.Embedding.SHARDED:
-        sharder = EmbeddingCollectionSharder(fused_params=fused_params(train.sparse_optimizer))
-        sharders.append(sharder)
-        for name, tables in module.named_modules():
-            if isinstance(tables, EmbeddingCollection):
-                plan[name] = construct_module_sharding_plan(
-                    tables,
-                    _table_plans(tables, train.sharding.kind, processes.world_size),
-                    sharder=sharder,
-                    world_size=processes.world_size,
-                    local_size=get_local_size(processes.world_size) if processes.world_size > 1 else 1,
-                    device_type=processes.device.type,
-                )
-    return DistributedModelParallel(
-        module,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=processes.device,
-        plan=ShardingPlan(plan),
-        sharders=sharders,
-        data_parallel_wrapper=_AverageGradients(),
-    )
-
-
-def _table_plans(tables: EmbeddingCollection, kind: int, world_size: int) -> dict[str, Any]:
-    names = [config.name for config in tables.embedding_configs()]
-    if kind == pb.Sharding.TABLE_WISE:
-        return {name: table_wise(i % world_size, compute_kernel="fused") for i, name in enumerate(names)}
-    return {name: row_wise(compute_kernel="fused") for name in names}
-
-
-class _AverageGradients(DataParallelWrapper):
-    """Averages the gradients of all parameters that are not sharded over the ranks."""
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        inner = dmp._dmp_wrapped_module.to(device)
-        sharded = set(DistributedModelParallel._sharded_parameter_names(inner))
-        if env.world_size == 1 or not {name for name, _ in inner.named_parameters()} - sharded:
-            dmp._dmp_wrapped_module = inner
-            return
-        # Buffers are constants and equal on all ranks, so they need not be sent.
-        constants = {name for name, _ in inner.named_buffers()}
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, sharded | constants)
-        # There should be no unused parameters. With this option, however, DDP does not rebuild its gradient
-        # buckets after the first step, so a resumed run sums in the same order as an uninterrupted run.
-        dmp._dmp_wrapped_module = DistributedDataParallel(
-            inner,
-            process_group=env.process_group,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=True,
-        )

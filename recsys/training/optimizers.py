@@ -22,6 +22,7 @@ from recsys import protos as pb
 from recsys.config import fields, registry
 from recsys.errors import ConfigError
 from recsys.training.dense_optimizers import DenseGroup, DenseOptimizer
+from recsys.training.loss_scaling import LossScaler
 from recsys.training.names import MODEL, fits, without_match
 from recsys.training.schedules import curve
 from recsys.training.sparse_optimizers import SparseOptimizer
@@ -40,6 +41,7 @@ class ScheduledOptimizer:
         model: a model whose sharded tables, if any, are in a `DistributedModelParallel`.
         train: the resolved message.
         total_steps: steps of the whole run, for the schedule.
+        scaler: scales the loss of the model; None if the loss is not scaled.
 
     Raises:
         ConfigError: a pattern of `train.dense_optimizer.groups` matches no parameter.
@@ -50,19 +52,21 @@ class ScheduledOptimizer:
         steps: steps done.
         accumulated: batches since the last step; the state may be saved only when it is 0.
         last_grad_norm: norm of the dense gradients of the last step before clipping, a scalar on the device;
-            None before the first step. Reading it waits for the device.
+            None before the first step. Reading it waits for the device. Steps that the scaler skips do not
+            count.
     """
 
-    def __init__(self, model: nn.Module, train: pb.Train, total_steps: int):
+    def __init__(self, model: nn.Module, train: pb.Train, total_steps: int, scaler: LossScaler | None = None):
         self.dense = dense_optimizer(model, train.dense_optimizer)
         self.fused = fused_optimizer(model)
-        self.peaks = {"dense": _chosen_dense(train.dense_optimizer).lr}
+        self.peaks = {"dense": chosen_dense(train.dense_optimizer).lr}
         if self.fused is not None:
-            chosen = _chosen_sparse(train.sparse_optimizer)
+            chosen = chosen_sparse(train.sparse_optimizer)
             if chosen is None:
                 # Otherwise FBGEMM would train by SGD with its own learning rate.
                 raise ValueError("tables are sharded, but train.sparse_optimizer is not set")
             self.peaks["sparse"] = chosen.lr
+        self.scaler = scaler
         self._factor_of = curve(train.schedule, total_steps)
         self.accumulate_batches = train.accumulate_batches
         self.max_grad_norm = train.max_grad_norm if train.HasField("max_grad_norm") else None
@@ -100,12 +104,18 @@ class ScheduledOptimizer:
         if self.accumulate_batches > 1:
             for gradient in gradients:
                 gradient.div_(self.accumulate_batches)
-        self.last_grad_norm = get_total_norm(gradients)
+        if self.scaler is not None:
+            self.scaler.unscale(self.dense, gradients)
+        norm = get_total_norm(gradients)
         if self.max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, self.max_grad_norm, self.last_grad_norm)
-        self.dense.step()
+            clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         self.accumulated = 0
         self.steps += 1
+        if self.scaler is None:
+            self.dense.step()
+        elif not self.scaler.step(self.dense, self.steps):
+            return
+        self.last_grad_norm = norm
 
     def tensors(self) -> dict[str, Tensor | ShardedTensor]:
         """Returns the whole state by name. To restore it, load into these tensors and call `resume`."""
@@ -115,6 +125,8 @@ class ScheduledOptimizer:
                 for parameter, state in optimizer.state_dict()["state"].items():
                     kept = {name: value for name, value in state.items() if value is not None}
                     tensors |= {f"{parameter}.{name}": value for name, value in kept.items()}
+        if self.scaler is not None:
+            tensors["loss_scale"] = self.scaler.tensor()
         return tensors
 
     def resume(self, steps: int, earlier_batches: int = 0) -> None:
@@ -125,6 +137,8 @@ class ScheduledOptimizer:
             earlier_batches: batches of an earlier run that the states of the fused optimizer have seen.
         """
         self.steps = steps
+        if self.scaler is not None:
+            self.scaler.restore()
         if self.fused is not None:
             # The kernel counts batches for Adam's bias correction and does not save its count.
             self.fused.set_optimizer_step(earlier_batches + steps * self.accumulate_batches)
@@ -141,7 +155,7 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
         ConfigError: a pattern of `config.groups` matches no parameter.
         TypeError: the optimizer's state holds something other than tensors.
     """
-    chosen = _chosen_dense(config)
+    chosen = chosen_dense(config)
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = _keyed(chosen, parameters, _groups(model, parameters, config, chosen.weight_decay))
     _make_state(optimizer)
@@ -167,18 +181,6 @@ def _make_state(optimizer: KeyedOptimizer) -> None:
     optimizer.zero_grad()
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay
-
-
-def _chosen_dense(config: pb.DenseOptimizer) -> DenseOptimizer:
-    chosen = registry.pick(config)
-    return chosen.cls(chosen.config)
-
-
-def _chosen_sparse(config: pb.SparseOptimizer) -> SparseOptimizer | None:
-    if fields.chosen(config) is None:
-        return None
-    chosen = registry.pick(config)
-    return chosen.cls(chosen.config)
 
 
 def _groups(
@@ -236,7 +238,7 @@ def fused_params(config: pb.SparseOptimizer) -> dict[str, Any]:
     They are {} if the config sets no optimizer. An id outside its table stops the run; by default FBGEMM
     would warn once and train row 0.
     """
-    chosen = _chosen_sparse(config)
+    chosen = chosen_sparse(config)
     if chosen is None:
         return {}
     settings = chosen.fused_params()
@@ -245,6 +247,20 @@ def fused_params(config: pb.SparseOptimizer) -> dict[str, Any]:
         "learning_rate": chosen.lr,
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
+
+
+def chosen_dense(config: pb.DenseOptimizer) -> DenseOptimizer:
+    """Returns the component that builds the chosen optimizer of dense parameters."""
+    chosen = registry.pick(config)
+    return chosen.cls(chosen.config)
+
+
+def chosen_sparse(config: pb.SparseOptimizer) -> SparseOptimizer | None:
+    """Returns the chosen optimizer of sharded tables, or None if the config sets none."""
+    if fields.chosen(config) is None:
+        return None
+    chosen = registry.pick(config)
+    return chosen.cls(chosen.config)
 
 
 def _set_rate(optimizer: KeyedOptimizer, rate: float) -> None:

@@ -42,16 +42,20 @@ class LossOfVectors(nn.Module):
 
     Attributes:
         recorder: replays graphs in training; None computes every batch as it is.
+        transform: is applied to the looked-up vectors, column -> [ids, width]; None leaves them as they are.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self._compute = _losses_of(model)
         self.recorder: Recorder | None = None
+        self.transform: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     def forward(self, looked_up: LookedUp, batch: Batch) -> Losses:
         """Returns the losses of a batch, given its result of `EmbeddingGroup.look_up`."""
         vectors = vectors_of(looked_up)
+        if self.transform is not None:
+            vectors = self.transform(vectors)
         if self.recorder is None or not self.training:
             return self._compute(vectors, batch)
         return self.recorder.losses(vectors, batch)

@@ -20,7 +20,7 @@ from recsys.evaluation.reference import measure_reference
 from recsys.models import Model, build_model, layout_rule
 from recsys.models.check_kernels import check_kernels
 from recsys.training import averaging, checkpoint, evaluator, out_of_memory, run_vocabularies
-from recsys.training.distributed import Processes, on_main, shard
+from recsys.training.distributed import Processes, on_main
 from recsys.training.hooks import Hook, Outcome, Run, SplitMetrics
 from recsys.training.hooks.console import Console, next_lines
 from recsys.training.hooks.hyperparameters import hyperparameters
@@ -29,6 +29,7 @@ from recsys.training.hooks.projector import Items, frequent_items
 from recsys.training.hooks.report import Report
 from recsys.training.resume import require_same_model
 from recsys.training.session import CHECKPOINTS, Session, open_session
+from recsys.training.sharding import plan_tables, shard
 from recsys.training.train_step import TrainStep
 from recsys.training.trainer import Trainer
 
@@ -217,7 +218,11 @@ def load_model(pipeline: pb.Pipeline, folder: Path, processes: Processes, which:
     _check_device(pipeline, processes)
     path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
     require_same_model(checkpoint.read_state(path), pipeline, path)
-    step = TrainStep(build_model(pipeline))
-    wrapped = shard(step, pipeline, processes)
+    step = TrainStep(build_model(pipeline, whole=False))
+    divided = pb.Pipeline()
+    divided.CopyFrom(pipeline)
+    # A plan is made for the number of processes that train.
+    divided.train.ClearField("sharding_plan")
+    wrapped = shard(step, pipeline, processes, plan_tables(step, divided, processes), draw=False)
     checkpoint.load_evaluated(path, wrapped.state_dict())
     return LoadedModel(path, step.model)

@@ -18,6 +18,7 @@ from torchrec.distributed.types import ShardedTensor
 import recsys.config as config
 from recsys import environment, files
 from recsys import protos as pb
+from recsys.config import features
 from recsys.config.checks.effects import behind_the_end
 from recsys.data.batch import Batch, Position
 from recsys.data.convert import item_catalogue
@@ -28,7 +29,8 @@ from recsys.models import Model, build_model, layout_rule
 from recsys.training import checkpoint, pretrained, warm_start
 from recsys.training.averaging import WeightAverage
 from recsys.training.checkpoint import CHECKPOINTS, Checkpoints
-from recsys.training.distributed import Processes, gather, on_main, shard
+from recsys.training.distributed import Processes, gather, on_main
+from recsys.training.loss_scaling import LossScaler
 from recsys.training.optimizers import ScheduledOptimizer
 from recsys.training.recorded_step import recorder_for
 from recsys.training.resume import (
@@ -38,6 +40,7 @@ from recsys.training.resume import (
     require_same_inputs,
     saved_config,
 )
+from recsys.training.sharding import plan_tables, shard
 from recsys.training.state import (
     Inputs,
     Progress,
@@ -243,7 +246,7 @@ def open_session(
     elif on_main(checkpoints.steps):
         raise RecsysError(f"every state in {checkpoints.folder} is damaged; train with another --run-dir")
     progress = state.progress if state else Progress()
-    session = _build(pipeline, folder, processes, checkpoints, progress, weights)
+    session = _build(pipeline, folder, processes, checkpoints, progress, weights, resumes=bool(saved))
     if saved and state:
         require_same_inputs(state.inputs, session.inputs)
         session.restore(saved, state)
@@ -280,10 +283,12 @@ def _build(
     checkpoints: Checkpoints,
     progress: Progress,
     weights: Mapping[str, Tensor] | None,
+    *,
+    resumes: bool,
 ) -> Session:
     train = pipeline.train
     seed_everything(train.seed)
-    model = build_model(pipeline)
+    model = build_model(pipeline, whole=weights is not None)
     if weights is not None:
         model.load_state_dict(weights)
     parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
@@ -299,10 +304,13 @@ def _build(
     if train.HasField("num_epochs") and processes.is_main:
         for finding in behind_the_end(pipeline, total_steps):
             log.warning("%s: %s", finding.path, finding.text)
+    if processes.world_size > 1 and features.divides_catalogue(pipeline):
+        model.divide_catalogue(processes.rank, processes.world_size)
     step = TrainStep(model)
-    wrapped = shard(step, pipeline, processes)
+    plan = plan_tables(step, pipeline, processes, folder)
+    wrapped = shard(step, pipeline, processes, plan, draw=not resumes)
     step.loss_of_vectors.recorder = recorder_for(model, pipeline, processes.device, processes.world_size)
-    optimizer = ScheduledOptimizer(wrapped, train, total_steps)
+    optimizer = ScheduledOptimizer(wrapped, train, total_steps, _scaler(step, pipeline, processes))
     seed_everything(_seed(pipeline, processes.rank, 0))
     return Session(
         pipeline=pipeline,
@@ -320,6 +328,16 @@ def _build(
         parameters=parameters,
         average=_average(wrapped, train),
     )
+
+
+def _scaler(step: TrainStep, pipeline: pb.Pipeline, processes: Processes) -> LossScaler | None:
+    if pipeline.model.precision != pb.FP16:
+        return None
+    sharded = [name for table in features.tables(pipeline) if table.sharded for name in table.columns]
+    scaler = LossScaler(processes.device)
+    scaler.watch(step.sum_over_ranks)
+    step.loss_of_vectors.transform = scaler.dividing(sharded)
+    return scaler
 
 
 def _average(wrapped: DistributedModelParallel, train: pb.Train) -> WeightAverage | None:

@@ -29,6 +29,10 @@ class SparseOptimizer:
         """
         raise NotImplementedError
 
+    def numbers_per_row(self, width: int) -> int:
+        """Returns how many float32 numbers the state has, at most, for a row of `width` numbers."""
+        return 2 * width
+
 
 @register(pb.RowWiseAdagrad)
 class RowWiseAdagrad(SparseOptimizer):
@@ -37,6 +41,10 @@ class RowWiseAdagrad(SparseOptimizer):
     def fused_params(self) -> dict[str, Any]:
         """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "exact_row_wise_adagrad", "eps": self.config.eps}
+
+    def numbers_per_row(self, width: int) -> int:
+        """Returns the size of the state of a row."""
+        return 1
 
 
 @register(pb.SparseAdam)
@@ -56,6 +64,10 @@ class PartialRowWiseAdam(SparseOptimizer):
         """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "partial_row_wise_adam", **_adam(self.config)}
 
+    def numbers_per_row(self, width: int) -> int:
+        """Returns the size of the state of a row."""
+        return width + 1
+
 
 @register(pb.SparseSgd)
 class SparseSgd(SparseOptimizer):
@@ -65,6 +77,10 @@ class SparseSgd(SparseOptimizer):
         """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "exact_sgd"}
 
+    def numbers_per_row(self, width: int) -> int:
+        """Returns the size of the state of a row."""
+        return 0
+
 
 @register(pb.SparseAdagrad)
 class SparseAdagrad(SparseOptimizer):
@@ -73,6 +89,10 @@ class SparseAdagrad(SparseOptimizer):
     def fused_params(self) -> dict[str, Any]:
         """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "exact_adagrad", "eps": self.config.eps}
+
+    def numbers_per_row(self, width: int) -> int:
+        """Returns the size of the state of a row."""
+        return width
 
 
 def _adam(config: Any) -> dict[str, Any]:

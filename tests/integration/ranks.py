@@ -1,7 +1,8 @@
 """Runs several trainings in one process group, one after the other, for `test_distributed.py`.
 
 A job is `{"folder", "overrides"}`, with `"nan": [rank, step]` to spoil a loss, `"save_to"` to only load and
-save, or `"full": name` to fill the disk for that state. What a rank sees goes to `<folder>/rank-<rank>.json`.
+save, `"full": name` to fill the disk for that state, or `"drawn_whole"` for another
+`table_values.DRAWN_WHOLE`. What a rank sees goes to `<folder>/rank-<rank>.json`.
 """
 
 import gc
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from recsys import config
 from recsys.errors import RecsysError
 from recsys.models.base import Losses
+from recsys.modules import table_values
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, process_group
 from recsys.training.hooks.metrics_file import MetricsFile
@@ -48,6 +50,7 @@ def fill_disk(name: str) -> None:
 def run(job: dict, processes: Processes) -> dict:
     """Trains once and returns this rank's observations."""
     folder = Path(job["folder"])
+    table_values.DRAWN_WHOLE = job.get("drawn_whole", 2**26)
     pipeline = config.prepare(CONFIG, job["overrides"]).pipeline
     session = open_session(pipeline, folder, processes)
     if "save_to" in job:

@@ -7,11 +7,13 @@ import socket
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from recsys import files
+from recsys.modules import table_values
 from recsys.training import checkpoint
 from recsys.training.distributed import process_group
 from tests.integration import ranks
@@ -40,8 +42,37 @@ VARIANTS = {
         "model.embedding.placement=REPLICATED",
         "train.weight_averaging={swa {start_step: 2 every_steps: 1}}",
     ),
+    "column_wise": ("train.sharding.kind=COLUMN_WISE", "train.sparse_optimizer={adagrad {lr: 0.05}}"),
+    "mixed": (
+        'train.sharding.tables=[{table: "tag" kind: TABLE_WISE}]',
+        'model.embedding.tables=[{table: "hour" placement: REPLICATED}]',
+    ),
     "averaged_table_wise": ("train.sharding.kind=TABLE_WISE", "train.weight_averaging={ema {decay: 0.9}}"),
 }
+
+RETRIEVER = (
+    "data.num_lanes=1",
+    "train.num_steps=6",
+    "train.evaluation={every_steps: 3 best_metric: 'mrr'}",
+    "train.dense_optimizer={sgd {lr: 0.02}}",
+    "train.sparse_optimizer={sgd {lr: 0.1}}",
+    """features=[
+      {name: "item_id" sides: [HISTORY, CANDIDATE] id {vocabulary {}}},
+      {name: "tag" sides: [HISTORY, CANDIDATE] id {vocabulary {} multi_valued: true}}
+    ]""",
+    """model={
+      embedding_dim: 16
+      retriever {
+        item_feature: "item_id"
+        preprocessor { uih { positional {} } }
+        mixer { hstu { num_heads: 2 qk_dim: 8 } }
+        loss { softmax { full {} learn_temperature: true } }
+        item_encoder { mlp { hidden: 16 } }
+        metrics { mrr {} }
+      }
+    }""",
+)
+"""A full softmax over a sharded catalogue, which two ranks divide, with everything that has gradients."""
 
 OVER_ROWS = (
     "model.ranker.head={ple {num_levels: 2 expert_dim: 8}}",
@@ -67,12 +98,27 @@ def uneven(folder) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def jobs(folder, uneven) -> dict[str, list[str]]:
+def long_and_uneven(folder) -> str:
+    """40 rows with histories that a retriever can learn from."""
+    path, rows = folder / "long.parquet", pq.read_table("tests/data/kuairand/train.parquet")
+    long = rows.filter(pc.greater_equal(pc.list_value_length(rows["uih_item_id"]), 5))
+    pq.write_table(long.slice(0, 40), path, row_group_size=40)
+    return f'data.train.parquet.paths=["{path}"]'
+
+
+@pytest.fixture(scope="module")
+def jobs(folder, uneven, long_and_uneven) -> dict[str, list[str]]:
     """Overrides of each run by name, for one process."""
     found = {name: [*STILL, *extra] for name, extra in VARIANTS.items()}
+    found["retriever"] = [*RETRIEVER]
+    found["uneven_retriever"] = [*RETRIEVER, long_and_uneven]
     found["uneven"] = [*STILL, *uneven]
     found["uneven_rows"] = [*STILL, *uneven, *OVER_ROWS]
     return found
+
+
+DRAWN_WHOLE = {"mixed": 1000}
+"""By run, the largest table in numbers that each rank builds whole; larger ones are on the meta device."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +131,11 @@ def two_ranks(folder, jobs) -> Path:
     often += ["train.evaluation.every_steps=100"]
     warm = [*STILL, *rows_in_another_order(folder)]
     listed = [
-        {"folder": str(folder / "two" / name), "overrides": [*overrides, *HALF]}
+        {
+            "folder": str(folder / "two" / name),
+            "overrides": [*overrides, *HALF],
+            "drawn_whole": DRAWN_WHOLE.get(name, table_values.DRAWN_WHOLE),
+        }
         for name, overrides in jobs.items()
     ]
     listed += [
@@ -130,7 +180,8 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "uneven", "uneven_rows"])
-def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, name):
+def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, name, monkeypatch):
+    monkeypatch.setattr(table_values, "DRAWN_WHOLE", DRAWN_WHOLE.get(name, table_values.DRAWN_WHOLE))
     assert train(folder / "one" / name, *jobs[name]) == 0
     for kind in ("train", "evaluation"):
         expected, found = records(folder / "one" / name, kind), records(two_ranks / name, kind)
@@ -141,6 +192,18 @@ def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, na
                 for x in (expected[step], found[step])
             ]
             assert numbers[1] == pytest.approx(numbers[0], rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["retriever", "uneven_retriever"])
+def test_a_divided_catalogue_has_the_losses_of_one_process(folder, two_ranks, jobs, name):
+    """Gradients are compared in `modules/losses/test_divided_softmax.py`, where float32 cancels less."""
+    assert train(folder / "one" / name, *jobs[name]) == 0
+    for kind, entry in (("train", "losses"), ("evaluation", "metrics")):
+        expected, actual = records(folder / "one" / name, kind), records(two_ranks / name, kind)
+        assert sorted(expected) == sorted(actual) != []
+        for step in expected:
+            losses = [{n: x for n, x in r[step][entry].items() if n != "mrr"} for r in (expected, actual)]
+            assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_slices_and_bins_are_those_of_one_process(folder, two_ranks, jobs):

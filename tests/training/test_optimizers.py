@@ -11,8 +11,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from recsys import protos as pb
 from recsys.modules.norm import HeadNorm, LayerNorm
-from recsys.training.distributed import Processes, shard
+from recsys.training.distributed import Processes
 from recsys.training.optimizers import ScheduledOptimizer, dense_optimizer, fused_params
+from recsys.training.sharding import plan_tables, shard
 
 
 class Small(nn.Module):
@@ -198,7 +199,8 @@ def sharded():
     def wrap(config: pb.Train, steps: int, optimizer: pb.SparseOptimizer = row_wise):
         config.sparse_optimizer.CopyFrom(optimizer)
         processes = Processes(0, 1, torch.device("cpu"))
-        model = shard(Looked(), pb.Pipeline(train=config), processes)
+        looked, pipeline = Looked(), pb.Pipeline(train=config)
+        model = shard(looked, pipeline, processes, plan_tables(looked, pipeline, processes))
         return model, ScheduledOptimizer(model, config, total_steps=steps)
 
     yield wrap
@@ -297,7 +299,8 @@ def test_adam_of_a_table_by_its_formula(row_wise):
     device = torch.device("cuda", 0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = shard(Looked(), pb.Pipeline(train=config), Processes(0, 1, device))
+        looked, pipeline, processes = Looked(), pb.Pipeline(train=config), Processes(0, 1, device)
+        model = shard(looked, pipeline, processes, plan_tables(looked, pipeline, processes))
         optimizer = ScheduledOptimizer(model, config, total_steps=3)
         expected = table(model).cpu().double()
         m, v = torch.zeros(4, 4).double(), torch.zeros(4, 1 if row_wise else 4).double()

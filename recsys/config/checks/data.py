@@ -179,9 +179,9 @@ def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Sharded tables need widths divisible by 4, because FBGEMM moves four numbers at a time."""
-    if pipeline.model.embedding.placement != pb.Embedding.SHARDED:
-        return
     for index, feature in enumerate(pipeline.features):
+        if not f.is_sharded(pipeline, feature.id.table or feature.name):
+            continue
         kind = "id" if feature.HasField("id") else "numeric.bucketize"
         width = feature.id.embedding_dim if kind == "id" else feature.numeric.bucketize.embedding_dim
         if width > 0 and width % 4:

@@ -12,10 +12,23 @@ from recsys.config.declarations import model_of
 def _replicated(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if sharded(pipeline):
         return
-    for field in ("sparse_optimizer", "sharding"):
+    for field in ("sparse_optimizer", "sharding", "sharding_plan", "unique_ids"):
         if pipeline.train.HasField(field):
             problem = "without effect: REPLICATED tables are trained by train.dense_optimizer"
             yield Finding(f"train.{field}", problem)
+
+
+def _sharding(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    sharding, path = pipeline.train.sharding, "train.sharding"
+    if pipeline.train.HasField("sharding_plan") and pipeline.train.HasField("sharding"):
+        yield Finding(path, "without effect: train.sharding_plan divides the tables")
+        return
+    messages = [(path, sharding), *((f"{path}.tables[{i}]", t) for i, t in enumerate(sharding.tables))]
+    kernels = {message.kernel or sharding.kernel for _, message in messages}
+    for place, message in messages:
+        caches = kernels if message is sharding else {message.kernel or sharding.kernel}
+        if message.HasField("cache_load_factor") and pb.TableSharding.FUSED_UVM_CACHING not in caches:
+            yield Finding(f"{place}.cache_load_factor", "without effect: the kernel is not FUSED_UVM_CACHING")
 
 
 def _accumulation(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -136,6 +149,7 @@ def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 RULES = (
     _replicated,
+    _sharding,
     _accumulation,
     _length,
     _masks,

@@ -29,6 +29,7 @@ LENGTH = Range(lambda x: 1 <= x <= 2**24, "from 1 to 16777216")
 LENGTH_OR_NONE = Range(lambda x: 0 <= x <= 2**24, "from 0 to 16777216")
 SHARE = Range(lambda x: 0 <= x <= 1, "from 0 to 1")
 BELOW_ONE = Range(lambda x: 0 <= x < 1, "at least 0 and below 1")
+CACHE = Range(lambda x: 0 < x <= 1, "above 0 and at most 1")
 BIT = Range(lambda x: 0 <= x <= 62, "from 0 to 62, the bits of a non-negative int64")
 
 RANGES: dict[type[Message], dict[str, Range]] = {
@@ -82,6 +83,8 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.AttentionMask: {"window": LENGTH, "prefix": LENGTH_OR_NONE, "target_group_size": COUNT},
     pb.Model: {"embedding_dim": COUNT, "max_seq_len": COUNT},
     pb.Embedding: {"init_std": POSITIVE},
+    pb.Sharding: {"cache_load_factor": CACHE},
+    pb.TableSharding: {"cache_load_factor": CACHE},
     pb.Task: {"weight": NOT_NEGATIVE, "label_bits": BIT},
     pb.MmoeHead: {"num_experts": COUNT, "expert_dim": COUNT},
     pb.PleHead: {
@@ -174,6 +177,8 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.ActionBit: ("name", "bit"),
     pb.HistoryChannel: ("name",),
     pb.ParameterGroup: ("parameters",),
+    pb.EmbeddingTable: ("table",),
+    pb.TableSharding: ("table",),
     pb.StepDecay: ("every_steps",),
     pb.CosineRestarts: ("first_steps",),
     pb.Swa: ("start_step",),

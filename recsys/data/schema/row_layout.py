@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.hashing import hash_text
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -57,7 +58,7 @@ class ShardedRowLayout:
 
 def sharded_name(pipeline: pb.Pipeline, table: str) -> str | None:
     """Returns the `table` argument of `ShardedRowLayout`: the name of a sharded table, else None."""
-    return table if pipeline.model.embedding.placement == pb.Embedding.SHARDED else None
+    return table if features.is_sharded(pipeline, table) else None
 
 
 def _step(count: int) -> int:

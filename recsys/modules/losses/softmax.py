@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from recsys import protos as pb
 from recsys.config.registry import register
 from recsys.modules.losses.base import Kind, widen
+from recsys.modules.losses.divided_softmax import CataloguePart, divided_logp
 from recsys.ops import linear_logp, linear_lse
 from recsys.ops.linear_logp.recompute import SHORTEST
 
@@ -56,6 +57,7 @@ class SoftmaxLoss(nn.Module):
         item_ids: Tensor | None = None,
         log_weights: Tensor | None = None,
         l2_normalize: bool = False,
+        part: CataloguePart | None = None,
     ) -> Tensor:
         """Computes the loss of each query.
 
@@ -73,6 +75,8 @@ class SoftmaxLoss(nn.Module):
             log_weights: [V], added to similarity / temperature of each item but not of the positive, to
                 correct for how often items are drawn; None means zeros. Only for shared negatives.
             l2_normalize: whether all vectors are scaled to unit length (see `linear_logp`).
+            part: this rank's part of a catalogue that ranks divide; `items` are its items only. None means
+                that `items` are all.
 
         Returns:
             [M] float32 (float64 for float64 queries), 0 where the target is IGNORED.
@@ -84,6 +88,16 @@ class SoftmaxLoss(nn.Module):
         if (positives is None) != (item_ids is None):
             raise ValueError(
                 "positives and item_ids belong together: give both for shared negatives, or neither"
+            )
+        if part is not None:
+            return -divided_logp(
+                queries,
+                items,
+                targets,
+                part,
+                temperature=self.temperature,
+                ignore_index=IGNORED,
+                l2_normalize=l2_normalize,
             )
         if positives is None:
             return -linear_logp(

@@ -14,6 +14,7 @@ from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.batched_layers import finish, project, to_compute_dtype
 from recsys.modules.mixers.rules import LayerRule, layer_rules, stack_flops
+from recsys.modules.precision import COMPUTE_DTYPES
 from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
@@ -87,7 +88,7 @@ class HstuMixer(Mixer):
         for mask in dict.fromkeys(rule.mask for rule in layer_rules(config)):
             facts = AttentionFacts(
                 device=device,
-                dtype=torch.bfloat16 if model.precision == pb.BF16 else torch.float32,
+                dtype=COMPUTE_DTYPES[model.precision],
                 num_heads=config.num_heads,
                 qk_dim=config.qk_dim,
                 v_dim=config.v_dim,

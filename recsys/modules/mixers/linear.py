@@ -17,6 +17,7 @@ from recsys.modules.distance_channels import (
 from recsys.modules.linear_layer import LinearLayer
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.batched_layers import to_compute_dtype
+from recsys.modules.precision import COMPUTE_DTYPES
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout
 from recsys.ops.linear_attention import OP as LINEAR_ATTENTION
@@ -59,7 +60,7 @@ class LinearMixer(Mixer):
         cls, config: pb.LinearMixer, path: str, model: pb.Model, device: str
     ) -> Iterator[AttentionUse]:
         """Yields `linear_attention` for the content of tokens and for the channels of time and position."""
-        dtype = torch.bfloat16 if model.precision == pb.BF16 else torch.float32
+        dtype = COMPUTE_DTYPES[model.precision]
         channels = list(_channels(config).values())
         for width in dict.fromkeys([config.qk_dim, *(2 * len(periods) for periods in channels)]):
             facts = LinearAttentionFacts(device, dtype, width, config.v_dim)

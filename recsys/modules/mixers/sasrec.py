@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -11,6 +10,7 @@ from recsys.config.registry import register
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.rules import layer_rules, stack_flops
 from recsys.modules.norm import LayerNorm
+from recsys.modules.precision import COMPUTE_DTYPES
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import AttentionMask, SequenceLayout, softmax_attention
 from recsys.ops.attention_args import AttentionFacts, is_deterministic
@@ -58,7 +58,7 @@ class SasRecMixer(Mixer):
         for mask in dict.fromkeys(rule.mask for rule in layer_rules(config)):
             facts = AttentionFacts(
                 device=device,
-                dtype=torch.bfloat16 if model.precision == pb.BF16 else torch.float32,
+                dtype=COMPUTE_DTYPES[model.precision],
                 num_heads=config.num_heads,
                 qk_dim=width,
                 v_dim=width,

@@ -20,6 +20,18 @@ WARNINGS = [
         ["model.embedding.placement=REPLICATED", "train.sparse_optimizer={adam {}}"],
         "train.sparse_optimizer: without",
     ),
+    (
+        RANKER,
+        ["train.sharding={cache_load_factor: 0.5}"],
+        "train.sharding.cache_load_factor: without effect: the kernel is not FUSED_UVM_CACHING",
+    ),
+    (RANKER, ["train.sharding={cache_load_factor: 0.5 kernel: FUSED_UVM_CACHING}"], None),
+    (RANKER, ["train.sharding_plan=plan.json"], None),
+    (
+        RANKER,
+        ["train.sharding={kind: AUTO}", "train.sharding_plan=plan.json"],
+        "train.sharding: without effect: train.sharding_plan divides the tables",
+    ),
     (RANKER, ["model.ranker.mixer.hstu.mask={prefix: 3}"], "mask.prefix: without effect: there is no window"),
     (RANKER, ["model.ranker.mixer.hstu.mask={prefix: 3 window: 5}"], None),
     (RANKER, ["model.ranker.mixer.hstu.mask={target_window: true}"], "mask.target_window: without effect"),
@@ -125,6 +137,17 @@ def test_settings_without_effect_are_warnings(tmp_path, text, overrides, message
         config.warnings(config.resolve(loaded.pipeline, read_files=False).pipeline, loaded.locations)
         == findings
     )
+
+
+def test_host_memory_of_a_gpu_is_refused_on_a_cpu(tmp_path):
+    chosen = ['train.sharding.tables=[{table: "city" kernel: FUSED_UVM}]']
+    pipeline = load(RANKER, chosen, tmp_path).pipeline
+    with pytest.raises(ConfigError, match=r"train.sharding.tables\[0\].kernel: FUSED_UVM is given; it need"):
+        config.check_device(pipeline, "cpu")
+    config.check_device(pipeline, "cuda")
+    pipeline = load(RANKER, ["train.unique_ids=true"], tmp_path).pipeline
+    with pytest.raises(ConfigError, match=r"^.*train.unique_ids: it needs a GPU"):
+        config.check_device(pipeline, "cpu")
 
 
 @pytest.mark.parametrize("name", ["adam", "partial_row_wise_adam"])

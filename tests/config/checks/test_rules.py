@@ -295,6 +295,28 @@ RANKER_RULES = [
         "train.dense_optimizer.sgd.nesterov: it looks ahead along the momentum; set momentum too",
     ),
     (
+        'train.sharding.tables=[{table: "item"}]',
+        "train.sharding.tables[0].table: there is no table 'item'. Did you mean item_id?",
+    ),
+    (
+        'model.embedding.tables=[{table: "city"}, {table: "city"}]',
+        "model.embedding.tables[1].table: 'city' is given twice; put all settings of a table into one entry",
+    ),
+    ("train.sharding.tables=[{}]", "train.sharding.tables[0].table: not set, but required"),
+    (
+        'train.sharding.tables=[{table: "city" kind: COLUMN_WISE}]',
+        "train.sharding.tables[0].kind: COLUMN_WISE is given; row_wise_adagrad has one state for a row",
+    ),
+    ("model.embedding.table_precision=BF16", "model.embedding.table_precision: BF16 is given; FBGEMM has no"),
+    (
+        'model.embedding.tables=[{table: "city" placement: REPLICATED table_precision: FP16}]',
+        "model.embedding.tables[0].table_precision: FP16 is given; train.dense_optimizer trains a REPLICATED",
+    ),
+    (
+        "train.sharding={kernel: FUSED_UVM_CACHING cache_load_factor: 0}",
+        "train.sharding.cache_load_factor: 0.0 is given; it must be above 0 and at most 1",
+    ),
+    (
         "train.dense_optimizer.groups=[{}]",
         "train.dense_optimizer.groups[0].parameters: not set, but required",
     ),
@@ -405,6 +427,12 @@ def test_a_rule_finds_what_it_is_for(tmp_path, text, override, message, count):
     assert len(findings) == count, findings
 
 
+def test_fp16_tables_are_not_averaged(tmp_path):
+    overrides = ["model.embedding.table_precision=FP16", "train.weight_averaging={}"]
+    (finding,) = config.check(load(RANKER, overrides, tmp_path).pipeline)
+    assert finding.startswith("train.weight_averaging: an average of FP16 tables would lose small updates")
+
+
 CONTEXTUAL = "model.ranker.preprocessor.contextual"
 WITHOUT_USERS = ["features[2].sides=[HISTORY]", "features[3].sides=[HISTORY]"]
 
@@ -453,7 +481,7 @@ def test_enum_values_that_only_code_can_set():
     pipeline.model.precision = pb.PRECISION_UNSPECIFIED
     pipeline.features[0].sides.append(9)
     findings = config.check(pipeline)
-    assert "model.precision: 0 is not one of its values; it must be one of FP32, BF16" in findings
+    assert "model.precision: 0 is not one of its values; it must be one of FP32, BF16, FP16" in findings
     assert (
         "features[0].sides: 9 is not one of its values; it must be one of USER, HISTORY, CANDIDATE, ITEM"
         in findings

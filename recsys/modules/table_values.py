@@ -1,0 +1,74 @@
+"""Draws the initial values of large embedding tables block by block, so that no process needs a whole table.
+
+A block of rows has a random stream of its own, which follows from the seed, the table's name and the block's
+number. A row therefore starts with the same values on any number of ranks, however the table is divided, and
+in a model that is not sharded. Tables of up to `DRAWN_WHOLE` numbers are drawn by torch's generator instead,
+together with the other weights.
+"""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DRAWN_WHOLE = 2**26
+"""Largest table, in numbers, that every process may hold while a model is built: 256 MiB of float32."""
+
+BLOCK_ROWS = 4096
+"""Rows of a block. Another number would change the initial values."""
+
+
+@dataclass(frozen=True)
+class BlockNormal:
+    """Initial values of one table: normally distributed around 0.
+
+    Attributes:
+        table: the table's name.
+        width: columns of the whole table.
+        std: standard deviation.
+        seed: seed of the model's weights.
+    """
+
+    table: str
+    width: int
+    std: float
+    seed: int
+
+    def __call__(self, weight: Tensor) -> None:
+        """Fills a whole table, unless it is on the meta device; the form of TorchRec's `init_fn`."""
+        if not weight.is_meta:
+            self.fill(weight)
+
+    def fill(self, part: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Fills a part of the table; several threads draw blocks at the same time.
+
+        Args:
+            part: [rows, columns] of any floating-point type, on any device.
+            first_row, first_column: place of the part in the table.
+        """
+        rows, columns = part.shape
+        if not part.numel():
+            return
+        blocks = range(first_row // BLOCK_ROWS, -(-(first_row + rows) // BLOCK_ROWS))
+
+        def fill_block(block: int) -> None:
+            start = max(first_row, block * BLOCK_ROWS)
+            end = min(first_row + rows, (block + 1) * BLOCK_ROWS)
+            drawn = self._block(block)[start - block * BLOCK_ROWS : end - block * BLOCK_ROWS]
+            drawn = torch.from_numpy(drawn[:, first_column : first_column + columns])
+            with torch.no_grad():
+                part[start - first_row : end - first_row].copy_(drawn)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(fill_block, blocks))
+
+    def _block(self, number: int) -> np.ndarray:
+        """Returns the values of a whole block, float32 [BLOCK_ROWS, width]."""
+        name = int.from_bytes(hashlib.sha256(self.table.encode()).digest()[:8])
+        key = np.array([self.seed % 2**64, name], dtype=np.uint64)
+        stream = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, number]))
+        drawn = stream.standard_normal((BLOCK_ROWS, self.width), dtype=np.float32)
+        return drawn * np.float32(self.std)
