@@ -111,6 +111,7 @@ class Model:
                 raise ConfigError(f"by: {by!r} is given; the model searches items and has no tasks")
             if k > len(predictor.package.items):
                 raise ConfigError(f"k: {k} is given; the model knows {len(predictor.package.items)} items")
+            _require_beam(predictor, k)
             predictor.settings.top_k = k
             return predictor.table(table)
 
@@ -138,7 +139,7 @@ class Model:
                 raise ConfigError("rows and feature are given; give one of them")
             return self._table_vectors(feature)
         with self._answering() as predictor:
-            if predictor.package.items is None or predictor.scores_items:
+            if predictor.package.items is None or predictor.has_codes:
                 raise ConfigError(
                     "the model has no vectors of rows and items, only scores; feature='item_id' returns the "
                     "embedding table of a feature"
@@ -290,9 +291,24 @@ def _best_candidates(predictor: Predictor, table: pa.Table, k: int, by: str | No
     return answer.append_column(features.SCORE, _lists(scores.flatten().take(chosen), kept, scores))
 
 
+def _require_beam(predictor: Predictor, k: int) -> None:
+    """Checks that a beam, if the model searches with one, can find `k` items."""
+    declared = model_of(predictor.pipeline)
+    if declared.num_found is not None and k > declared.num_found:
+        raise ConfigError(
+            f"k: {k} is given; the model finds {declared.num_found} items of a row by beam search "
+            f"({declared.path}.decoding)"
+        )
+
+
 def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
     """Computes the inner products of each row's vector and its candidates' vectors, null for an unknown
     item."""
+    if predictor.finds_items:
+        raise ConfigError(
+            f"the model finds items by beam search and does not score given ones; use "
+            f"{model_of(predictor.pipeline).path}.decoding {{ method: EXACT }}"
+        )
     name = features.PREFIX[pb.CANDIDATE] + predictor.item
     item = features.searched_item(predictor.pipeline)
     check_columns(table.schema, [FileColumn(name, pb.CANDIDATE, Kind.ID, feature=item)], "rows")

@@ -97,8 +97,12 @@ class Model(nn.Module):
         """
         return self(batch)
 
-    def score(self, batch: Batch) -> Tensor:
-        """Returns the answer of an exported model, float32; the declaration's `outputs` names its columns."""
+    def score(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the answer of an exported model, float32; the declaration's `outputs` names its columns.
+
+        A model that finds items answers with their scores, float32 [B, K], and the items, int64 [B, K]: rows
+        of the item table less 1, and -1 with the score -inf where a row has fewer than K.
+        """
         raise NotImplementedError
 
     def item_vectors(self, batch: Batch) -> Tensor:

@@ -1,14 +1,19 @@
 """The generator: its losses and ranks, no future in the past, bundles that do not fit, a resumed run."""
 
+import shutil
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recsys import protos as pb
 from recsys.data.codes import codes_of_table
 from recsys.data.schema.vocabulary import mappings
 from recsys.errors import DataError
 from recsys.models import CodeGenerator, build_model
+from recsys.scoring.signature import inputs_of
+from tests.integration.parity import captured
 from tests.integration.runs import command, evaluate, records
 from tests.modules.pipelines import batch_of, generator_pipeline, random_row, random_rows, with_another_future
 from tests.tools.bundles import movielens_codes, write_codes
@@ -92,6 +97,51 @@ def test_scores_rank_the_candidates(model, pipeline):
     assert ranks.tolist() == expected
 
 
+def with_beam(model, pipeline, size):
+    """The same weights, which search with a beam."""
+    changed = pb.Pipeline()
+    changed.CopyFrom(pipeline)
+    changed.model.generator.decoding.method = pb.Decoding.BEAM
+    changed.model.generator.decoding.beam_size = changed.predict.top_k = size
+    del changed.model.generator.metrics[:]
+    searching = build_model(changed).eval()
+    searching.load_state_dict(model.state_dict())
+    return searching
+
+
+def test_ranks_of_a_beam_are_exact_as_far_as_it_reaches(model, pipeline):
+    """A beam of 20 finds all 20 items; one of 3 keeps the best 3 prefixes, and finds nothing at rank 4."""
+    batch = batch_of(pipeline, random_rows(pipeline, [(3, 3), (0, 4), (6, 4), (2, 0), (1, 4)]))
+    exact = model.ranks(model(batch), batch)
+    assert len(set(exact.tolist())) > 8
+    wide = with_beam(model, pipeline, 20)
+    assert torch.equal(wide.ranks(wide(batch), batch), exact)
+    narrow = with_beam(model, pipeline, 3)
+    ranks = narrow.ranks(narrow(batch), batch)
+    found = narrow.score(batch).items
+    targets = [(row, item) for row, n in enumerate(batch.num_candidates.tolist()) for item in range(n)]
+    items = batch.ids["candidate_item_id"].values().tolist()
+    for (row, _), item, rank in zip(targets, items, ranks.tolist(), strict=True):
+        kept = found[row].tolist()
+        assert rank == (1 + kept.index(item - 1) if item - 1 in kept and item else 21)
+    assert set(ranks.tolist()) <= {1, 2, 3, 21}
+
+
+def test_the_graph_of_a_beam_is_captured_with_every_size_dynamic(model, pipeline):
+    """And finds what the model finds, in rows and histories of other numbers."""
+    searching = with_beam(model, pipeline, 6)
+    program = captured(searching, batch_of(pipeline, random_rows(pipeline, SIZES)))
+    for sizes in (SIZES, [(6, 1)], [(1, 0), (0, 0), (5, 2)]):
+        batch = batch_of(pipeline, random_rows(pipeline, sizes, seed=3))
+        with torch.no_grad():
+            scores, items = program(*inputs_of(batch, searching.pipeline))
+            expected = searching.score(batch)
+        assert torch.equal(items, expected.items)
+        torch.testing.assert_close(scores, expected.scores)
+        for row, of_row in zip(batch.seen.split(batch.seen_layout.lengths.tolist()), items, strict=True):
+            assert not set((row - 1).tolist()) & set(of_row.tolist()) - {-1}
+
+
 def test_the_future_does_not_reach_the_past(model, pipeline):
     row, other = random_row(pipeline, 6, 1), random_row(pipeline, 6, 1, seed=9)
     before = model(batch_of(pipeline, [row]))
@@ -139,3 +189,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_evaluates_to_it(tmp_path):
         assert whole[8] == cut[8]
     newest = ("--split", "validation", "--checkpoint", "newest", "--set", "train.evaluation.max_batches=1")
     assert evaluate("--run-dir", str(tmp_path / "cut"), *newest) == 0
+    shutil.rmtree(bundle)
+    movielens_codes(bundle, seed=1)
+    with pytest.raises(AssertionError, match="the bundle gives items other codes"):
+        train("cut", 12)
+    assert evaluate("--run-dir", str(tmp_path / "cut"), *newest) != 0
