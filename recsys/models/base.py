@@ -120,6 +120,14 @@ class Model(nn.Module):
         """
         raise NotImplementedError
 
+    def exact_recall(self, batch: Batch) -> dict[str, Tensor]:
+        """Counts the exactly best items of the batch's rows that the model finds, if it finds items itself.
+
+        Returns:
+            By name: float64 [2], the items that are found, and those that there are to find.
+        """
+        raise NotImplementedError
+
     def metrics(self) -> dict[str, Metric]:
         """Builds new, empty metrics as configured, by their names in logs."""
         raise NotImplementedError

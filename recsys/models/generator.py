@@ -21,6 +21,7 @@ from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
 from recsys.data.codes import codes_of_table
 from recsys.models.base import Losses
+from recsys.models.beam_recall import WIDTHS, beam_recall
 from recsys.models.item_writers import ParallelItems, SequentialItems, rows_of
 from recsys.models.next_item import NextItemModel, last_of_each, position_weights
 from recsys.modules.beam_search import FoundItems, SeenItems
@@ -127,16 +128,26 @@ class CodeGenerator(NextItemModel):
         is_hit = hit.any(1) & (targets > 0) & ~batch.repeated
         return torch.where(is_hit, 1 + hit.int().argmax(1), len(self.codes))
 
+    def exact_recall(self, batch: Batch) -> dict[str, Tensor]:
+        """Counts the best `predict.top_k` items that beams of several widths find; see `beam_recall`."""
+        with self.autocast():
+            states = last_of_each(self._states(batch), batch.uih_lengths)
+            widths = (*WIDTHS, self.beam_size)
+            return beam_recall(self.decode, states, _seen(batch), self.pipeline.predict.top_k, widths)
+
     def _find(self, states: Tensor, batch: Batch) -> FoundItems:
         """Returns the best items of states [B, E] by beam search, without those that the rows have seen."""
-        rows = rows_of(batch.seen_layout.lengths, batch.seen.shape[0])
-        return self.decode.find(states, self.beam_size, SeenItems(rows, batch.seen - 1))
+        return self.decode.find(states, self.beam_size, _seen(batch))
 
     def _states(self, batch: Batch) -> Tensor:
         """Returns the states that the decoder reads, one per event, [U, E]."""
         tokens = self.embed_codes(self.codes[batch.ids[self.history].values()])
         embeddings = self.embed(batch) | {self.history: tokens}
         return self.mix(self.preprocess(embeddings, batch).sequence).history()
+
+
+def _seen(batch: Batch) -> SeenItems:
+    return SeenItems(rows_of(batch.seen_layout.lengths, batch.seen.shape[0]), batch.seen - 1)
 
 
 class CodeLoss(nn.Module):

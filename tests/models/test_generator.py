@@ -127,6 +127,23 @@ def test_ranks_of_a_beam_are_exact_as_far_as_it_reaches(model, pipeline):
     assert set(ranks.tolist()) <= {1, 2, 3, 21}
 
 
+def test_the_recall_of_beams_is_their_share_of_the_exactly_best_items(model, pipeline):
+    searching = with_beam(model, pipeline, 3)
+
+    batch = batch_of(pipeline, random_rows(pipeline, [*SIZES, (6, 0), (4, 0), (5, 0)]))
+    seen = [set(row.tolist()) for row in batch.seen.split(batch.seen_layout.lengths.tolist())]
+    hits = wanted = 0
+    for row, (scores, found) in enumerate(
+        zip(model.score(batch).tolist(), searching.score(batch).items.tolist(), strict=True)
+    ):
+        best = sorted((k for k in range(20) if k + 1 not in seen[row]), key=lambda k, s=scores: -s[k])[:3]
+        hits, wanted = hits + len({*best} & {*found[:3]}), wanted + len(best)
+    assert 0 < hits < wanted
+    counts = {name: pair.tolist() for name, pair in searching.exact_recall(batch).items()}
+    names = [f"recall@3/beam_{width}" for width in (3, 20, 50, 200, 512)]
+    assert counts == {names[0]: [hits, wanted], **dict.fromkeys(names[1:], [wanted, wanted])}
+
+
 def test_the_graph_of_a_beam_is_captured_with_every_size_dynamic(model, pipeline):
     """And finds what the model finds, in rows and histories of other numbers."""
     searching = with_beam(model, pipeline, 6)
