@@ -166,3 +166,6 @@ class Items:
         assert len(set(answer[self.item]) - seen) == len(answer[self.item]) == self.top_k
         np.testing.assert_allclose(answer["score"], best, **self.close)
         np.testing.assert_allclose([scores[one] for one in answer[self.item]], best, **self.close)
+        if self.scored:
+            codes = dict(zip(self.ids, self.vectors.tolist(), strict=True))
+            assert answer["codes"] == [codes[one] for one in answer[self.item]]

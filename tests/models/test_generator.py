@@ -3,14 +3,19 @@
 import shutil
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recsys import config
 from recsys import protos as pb
+from recsys.config import checks
 from recsys.data.codes import codes_of_table
 from recsys.data.schema.vocabulary import mappings
 from recsys.errors import DataError
+from recsys.inference.eager import EagerPackage
+from recsys.inference.predictor import Predictor
 from recsys.models import CodeGenerator, build_model
 from recsys.scoring.signature import inputs_of
 from tests.integration.parity import captured
@@ -82,8 +87,12 @@ def test_losses_are_those_of_the_next_items_codes(model, pipeline):
     assert losses.counts.item() == sum(item > 0 for row in rows for item in row.values["uih_item_id"][1:])
 
 
-def test_scores_rank_the_candidates(model, pipeline):
+@pytest.mark.parametrize("parallel", [False, True])
+def test_scores_rank_the_candidates(model, pipeline, parallel):
     """By sorting all scores of `score`."""
+    if parallel:
+        pipeline.model.generator.parallel.SetInParent()
+        model = build_model(pipeline).eval()
     rows = random_rows(pipeline, SIZES)
     batch = batch_of(pipeline, rows)
     ranks, scores = model.ranks(model(batch), batch), model.score(batch)
@@ -157,6 +166,63 @@ def test_the_graph_of_a_beam_is_captured_with_every_size_dynamic(model, pipeline
         torch.testing.assert_close(scores, expected.scores)
         for row, of_row in zip(batch.seen.split(batch.seen_layout.lengths.tolist()), items, strict=True):
             assert not set((row - 1).tolist()) & set(of_row.tolist()) - {-1}
+
+
+def test_predictions_hold_original_ids_codes_and_scores_of_unseen_items(model, pipeline):
+    """The same by a beam and by all scores, of rows with ids that the model does not know."""
+    histories = [[100, 119, 7, 103], [], list(range(100, 118))]
+    counts = list(map(len, histories))
+    table = pa.table(
+        {
+            "uih_item_id": histories,
+            "uih_timestamps": [list(range(n)) for n in counts],
+            "uih_actions": [[1] * n for n in counts],
+            "request_time": [10**6] * 3,
+        }
+    )
+    exact = Predictor(EagerPackage(model)).table(table).to_pydict()
+    found = Predictor(EagerPackage(with_beam(model, pipeline, 10))).table(table).to_pydict()
+    assert found["item_id"] == exact["item_id"] and found["codes"] == exact["codes"]
+    for row, items in enumerate(found["item_id"]):
+        assert len(items) == min(10, 20 - len({*histories[row]} & {*range(100, 120)}))
+        assert found["score"][row] == pytest.approx(exact["score"][row], abs=1e-5)
+        rows = mappings(pipeline)["item_id"].map(pa.array(items, pa.int64()))
+        assert found["codes"][row] == model.codes[rows].tolist()
+
+
+def undecided(pipeline, **vocabulary):
+    """The config before anything about decoding was chosen."""
+    changed = pb.Pipeline()
+    changed.CopyFrom(pipeline)
+    changed.model.generator.ClearField("decoding")
+    for name, value in vocabulary.items():
+        setattr(changed.features[0].id.vocabulary, name, value)
+    return changed
+
+
+def test_the_method_follows_from_the_size_of_the_catalogue_unless_it_is_given(pipeline):
+    small, large = undecided(pipeline, size=100), undecided(pipeline, size=101)
+    parallel, given = undecided(large), undecided(small)
+    parallel.model.generator.parallel.SetInParent()
+    given.model.generator.decoding.beam_size = 30
+    for changed, method, size in (
+        (small, pb.Decoding.EXACT, 50),
+        (large, pb.Decoding.BEAM, 50),
+        (parallel, pb.Decoding.EXACT, 50),
+        (given, pb.Decoding.BEAM, 30),
+    ):
+        resolved = config.resolve(changed, read_files=False).pipeline
+        assert resolved.model.generator.decoding == pb.Decoding(method=method, beam_size=size)
+        assert config.resolve(resolved, read_files=False).pipeline == resolved
+
+
+def test_what_a_beam_cannot_do_is_said_before_the_model_is_built(pipeline):
+    pipeline.model.generator.decoding.CopyFrom(pb.Decoding(method=pb.Decoding.BEAM, beam_size=4))
+    pipeline.model.generator.parallel.SetInParent()
+    said = {finding.path: finding.text for finding in checks.family_findings(pipeline)}
+    assert "10 is given; a beam finds model.generator.decoding.beam_size = 4" in said["predict.top_k"]
+    assert "k is 5" in said["model.generator.metrics[0]"] and len(said) == 3
+    assert "no prefixes" in said["model.generator.decoding.method"]
 
 
 def test_the_future_does_not_reach_the_past(model, pipeline):
