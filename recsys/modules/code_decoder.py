@@ -30,18 +30,21 @@ class CodeEmbedding(nn.Module):
         mean: whether an item is the mean of its codes' embeddings, instead of their sum.
     """
 
+    first_rows: Tensor
+
     def __init__(self, sizes: tuple[int, ...], width: int, init_std: float, *, mean: bool = False):
         super().__init__()
         self.mean = mean
         self.starts = [sum(sizes[:level]) for level in range(len(sizes) + 1)]
         self.table = nn.Embedding(self.starts[-1] + 1, width)
         nn.init.normal_(self.table.weight, std=init_std)
+        # A tensor on the device, because a CUDA graph cannot copy one from the host.
+        self.register_buffer("first_rows", torch.tensor(self.starts[:-1]), persistent=False)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Sums or averages the embeddings of the codes of each item, [n, levels] -> [n, E]; -1 is an unknown
         item's."""
-        starts = torch.tensor(self.starts[:-1], device=codes.device)
-        embeddings = self.table(torch.where(codes < 0, self.starts[-1], codes + starts))
+        embeddings = self.table(torch.where(codes < 0, self.starts[-1], codes + self.first_rows))
         return embeddings.mean(-2) if self.mean else embeddings.sum(-2)
 
     def level(self, level: int, codes: Tensor) -> Tensor:

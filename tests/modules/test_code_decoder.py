@@ -184,3 +184,23 @@ def test_items_that_score_no_less_than_a_target_are_those_of_all_scores(monkeypa
     }
     assert set(zip(pairs.target.tolist(), pairs.item.tolist(), strict=True)) == expected
     assert len(pairs.item) == len(expected)
+
+
+@pytest.mark.gpu
+def test_a_beam_on_cuda_finds_what_it_finds_on_a_cpu_and_is_recorded_in_a_graph():
+    made, codes = decoder().float(), some_codes()
+    trie, seen = CodeTrie(codes, SIZES), some_seen([[], [3, 3, 17, -1, 40], list(range(50))])
+    states = torch.randn(2, 3, WIDTH)
+    with torch.no_grad():
+        expected = [beam_search(made, trie, state, 9, seen) for state in states]
+        made, trie, seen = made.cuda(), trie.cuda(), SeenItems(*(tensor.cuda() for tensor in seen))
+        given = states[0].cuda()
+        beam_search(made, trie, given, 9, seen)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = beam_search(made, trie, given, 9, seen)
+        for state, on_host in zip(states, expected, strict=True):
+            given.copy_(state)
+            graph.replay()
+            assert torch.equal(found.items.cpu(), on_host.items)
+            torch.testing.assert_close(found.scores.cpu(), on_host.scores)
