@@ -109,9 +109,10 @@ class Model:
                 return _best_candidates(predictor, table, k, by)
             if by is not None:
                 raise ConfigError(f"by: {by!r} is given; the model searches items and has no tasks")
-            if k > len(predictor.package.items):
-                raise ConfigError(f"k: {k} is given; the model knows {len(predictor.package.items)} items")
-            _require_beam(predictor, k)
+            if k > predictor.most_items:
+                what = f"finds {predictor.most_items} items of a row by beam search ({_decoding(predictor)})"
+                what = what if predictor.finds_items else f"knows {predictor.most_items} items"
+                raise ConfigError(f"k: {k} is given; the model {what}")
             predictor.settings.top_k = k
             return predictor.table(table)
 
@@ -291,14 +292,8 @@ def _best_candidates(predictor: Predictor, table: pa.Table, k: int, by: str | No
     return answer.append_column(features.SCORE, _lists(scores.flatten().take(chosen), kept, scores))
 
 
-def _require_beam(predictor: Predictor, k: int) -> None:
-    """Checks that a beam, if the model searches with one, can find `k` items."""
-    declared = model_of(predictor.pipeline)
-    if declared.num_found is not None and k > declared.num_found:
-        raise ConfigError(
-            f"k: {k} is given; the model finds {declared.num_found} items of a row by beam search "
-            f"({declared.path}.decoding)"
-        )
+def _decoding(predictor: Predictor) -> str:
+    return f"{model_of(predictor.pipeline).path}.decoding"
 
 
 def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
@@ -306,8 +301,8 @@ def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
     item."""
     if predictor.finds_items:
         raise ConfigError(
-            f"the model finds items by beam search and does not score given ones; use "
-            f"{model_of(predictor.pipeline).path}.decoding {{ method: EXACT }}"
+            "the model finds items by beam search and does not score given ones; "
+            f"{_decoding(predictor)} with method: EXACT does"
         )
     name = features.PREFIX[pb.CANDIDATE] + predictor.item
     item = features.searched_item(predictor.pipeline)

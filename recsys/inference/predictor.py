@@ -138,6 +138,8 @@ class Predictor:
             declared = model_of(self.pipeline)
             self.scores_items, self.finds_items = declared.scores_items, declared.finds_items
             self.has_codes = bool(declared.code_bundle)
+            # The most items that a row can get.
+            self.most_items = min(len(package.items), declared.num_found or len(package.items))
             given = GivenScores() if self.scores_items or self.finds_items else None
             self.search = given or open_search(self.settings, package.items, device)
 

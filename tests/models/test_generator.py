@@ -181,7 +181,9 @@ def test_predictions_hold_original_ids_codes_and_scores_of_unseen_items(model, p
         }
     )
     exact = Predictor(EagerPackage(model)).table(table).to_pydict()
-    found = Predictor(EagerPackage(with_beam(model, pipeline, 10))).table(table).to_pydict()
+    searching = Predictor(EagerPackage(with_beam(model, pipeline, 10)))
+    assert searching.most_items == 10 and Predictor(EagerPackage(model)).most_items == 20
+    found = searching.table(table).to_pydict()
     assert found["item_id"] == exact["item_id"] and found["codes"] == exact["codes"]
     for row, items in enumerate(found["item_id"]):
         assert len(items) == min(10, 20 - len({*histories[row]} & {*range(100, 120)}))
