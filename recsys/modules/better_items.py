@@ -14,9 +14,9 @@ from torch import Tensor
 from recsys.modules.code_decoder import Cache, CodeDecoder, select_paths
 from recsys.modules.code_trie import CodeTrie
 
-MARGIN = 1e-3
-"""Prefixes this far below the target are continued too: rounding differs between a target's path alone and
-the same path among others."""
+MARGIN, MARGIN_BFLOAT16 = 1e-3, 0.25
+"""Prefixes this far below the target are continued too, with float32 and with bfloat16 products: rounding
+differs between a target's path alone and the same path among others."""
 
 AT_A_TIME = {"cpu": 2048, "cuda": 131_072}
 """Paths that the decoder continues at once, by device: few enough for the cache of a CPU, where this was
@@ -56,11 +56,15 @@ def better_items(decoder: CodeDecoder, trie: CodeTrie, states: Tensor, targets: 
         states: [N, E], the state of the target's row.
         targets: int64 [N], items from 0.
     """
-    path = torch.stack([trie.token(level)[edge] for level, edge in enumerate(trie.path(targets))], 1)
-    bound = -trie.levels * decoder(states, path.long()) - MARGIN
+    if not len(targets):
+        return Pairs(targets, targets)
+    path = trie.path(targets)
+    codes = torch.stack([trie.token(level)[edge] for level, edge in enumerate(path)], 1)
+    rounded = torch.is_autocast_enabled(states.device.type)
+    bound = -trie.levels * decoder(states, codes.long()) - (MARGIN_BFLOAT16 if rounded else MARGIN)
     cache = decoder.empty_cache()
     decoder.advance(0, states, cache)
-    search = _Search(decoder, trie, states, [layer[0] for layer in cache], bound)
+    search = _Search(decoder, trie, states, [layer[0] for layer in cache], bound, path)
     everyone = torch.arange(len(states), device=states.device)
     start = _Paths(
         everyone, torch.zeros_like(everyone), torch.zeros_like(bound), everyone, [[] for _ in cache]
@@ -81,6 +85,7 @@ class _Search(NamedTuple):
         decoder, trie, states: as for `better_items`.
         shared: for each layer of the decoder the keys and values of the states, [N, E].
         bound: float32 [N], the score of each target, less the margin.
+        path: for each level the edge on the path to each target, int64 [N]; it is always continued.
     """
 
     decoder: CodeDecoder
@@ -88,6 +93,7 @@ class _Search(NamedTuple):
     states: Tensor
     shared: list[tuple[Tensor, Tensor]]
     bound: Tensor
+    path: list[Tensor]
 
     def leaves(self, level: int, paths: _Paths) -> Iterator[_Paths]:
         """Yields the paths to items below the given prefixes of depth `level`, part by part."""
@@ -111,7 +117,8 @@ class _Search(NamedTuple):
         )
         code = self.trie.token(level)[edge].long()
         score = (paths.score - logits.logsumexp(1))[parent] + logits[parent, code]
-        kept = (~(score < self.bound[paths.target[parent]])).nonzero()[:, 0]
+        target = paths.target[parent]
+        kept = (~(score < self.bound[target]) | (edge == self.path[level][target])).nonzero()[:, 0]
         parent = parent[kept]
         if level + 1 < self.trie.levels:
             cache = select_paths(cache, lambda values: values.index_select(0, parent))

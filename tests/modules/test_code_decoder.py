@@ -186,6 +186,17 @@ def test_items_that_score_no_less_than_a_target_are_those_of_all_scores(monkeypa
     assert len(pairs.item) == len(expected)
 
 
+def test_a_target_is_found_however_its_score_is_rounded(monkeypatch):
+    """With a bound above all scores nothing but the targets' own paths is continued."""
+    monkeypatch.setattr(better_items_module, "MARGIN", -1e9)
+    made, trie, targets = decoder(), CodeTrie(some_codes(), SIZES), torch.tensor([7, 7, 59])
+    with torch.no_grad():
+        pairs = better_items(made, trie, torch.randn(3, WIDTH, dtype=torch.float64), targets)
+        nothing = better_items(made, trie, torch.zeros(0, WIDTH, dtype=torch.float64), targets[:0])
+    assert pairs.target.tolist() == [0, 1, 2] and pairs.item.tolist() == [7, 7, 59]
+    assert len(nothing.item) == 0
+
+
 @pytest.mark.gpu
 def test_a_beam_on_cuda_finds_what_it_finds_on_a_cpu_and_is_recorded_in_a_graph():
     made, codes = decoder().float(), some_codes()
