@@ -33,7 +33,13 @@ def run(call: cli.Call) -> None:
     limit = 1 if call.dry_run else None
     with process_group() as processes:
         result = evaluate(
-            call.pipeline, call.run_dir, processes, call.flags.split, call.flags.checkpoint, limit
+            call.pipeline,
+            call.run_dir,
+            processes,
+            call.flags.split,
+            call.flags.checkpoint,
+            limit,
+            call.flags.compare_exact,
         )
         if processes.is_main:
             _report(result, call)
@@ -67,6 +73,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--split", choices=["train", "validation", "test"], default="test", help="default: test"
     )
     cli.add_checkpoint(parser)
+    parser.add_argument(
+        "--compare-exact",
+        action="store_true",
+        help="beam search: also the share of the exactly best items that beams of several widths find (slow)",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

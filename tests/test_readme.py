@@ -89,6 +89,12 @@ NOT_RUN = {
     "recsys sid report --bundle data/bundle": "the same",
     "python -m recsys.train --config configs/movielens_small_generator.config "
     "--run-dir runs/movielens_generator": "minutes; test_ready_configs.py trains a part of it",
+    "python -m recsys.evaluate --run-dir runs/movielens_generator --compare-exact "
+    "--set 'model.generator.decoding={beam_size: 200}'": "it needs that run; tests/models/test_generator.py",
+    "recsys sid fit --embeddings data/vectors --output data/opq --quantizer opq --levels 16": "it needs "
+    "faiss; tests/sid/test_quantizers.py",
+    "python -m recsys.train --config configs/movielens_small_parallel.config "
+    "--run-dir runs/movielens_parallel": "minutes; test_ready_configs.py trains a part of it",
     "recsys sid embed --data data/new --like data/bundle --output data/new-vectors": "tests/sid/"
     "test_bundle.py",
     "recsys sid append --bundle data/bundle --embeddings data/new-vectors --output data/bundle-2": "the same",

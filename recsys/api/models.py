@@ -113,8 +113,10 @@ class Model:
                 return _best_candidates(predictor, table, k, by)
             if by is not None:
                 raise ConfigError(f"by: {by!r} is given; the model searches items and has no tasks")
-            if k > len(predictor.package.items):
-                raise ConfigError(f"k: {k} is given; the model knows {len(predictor.package.items)} items")
+            if k > predictor.most_items:
+                what = f"finds {predictor.most_items} items of a row by beam search ({_decoding(predictor)})"
+                what = what if predictor.finds_items else f"knows {predictor.most_items} items"
+                raise ConfigError(f"k: {k} is given; the model {what}")
             predictor.settings.top_k = k
             return predictor.table(table)
 
@@ -142,7 +144,7 @@ class Model:
                 raise ConfigError("rows and feature are given; give one of them")
             return self._table_vectors(feature)
         with self._answering() as predictor:
-            if predictor.package.items is None or predictor.scores_items:
+            if predictor.package.items is None or predictor.has_codes:
                 raise ConfigError(
                     "the model has no vectors of rows and items, only scores; feature='item_id' returns the "
                     "embedding table of a feature"
@@ -317,9 +319,18 @@ def _best_candidates(predictor: Predictor, table: pa.Table, k: int, by: str | No
     return answer.append_column(features.SCORE, _lists(scores.flatten().take(chosen), kept, scores))
 
 
+def _decoding(predictor: Predictor) -> str:
+    return f"{model_of(predictor.pipeline).path}.decoding"
+
+
 def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
     """Computes the inner products of each row's vector and its candidates' vectors, null for an unknown
     item."""
+    if predictor.finds_items:
+        raise ConfigError(
+            "the model finds items by beam search and does not score given ones; "
+            f"{_decoding(predictor)} with method: EXACT does"
+        )
     name = features.PREFIX[pb.CANDIDATE] + predictor.item
     item = features.searched_item(predictor.pipeline)
     check_columns(table.schema, [FileColumn(name, pb.CANDIDATE, Kind.ID, feature=item)], "rows")

@@ -108,10 +108,6 @@ class ModelDeclaration:
     )
     """Fields below the family's message that may change without invalidating trained weights."""
 
-    scores_items: ClassVar[bool] = False
-    """True if a model that searches items answers a row with the scores of all items, instead of a query that
-    is compared with vectors of items."""
-
     embeds_items: ClassVar[bool] = True
     """True if the items that the model searches have an embedding table. A model with its own representation
     of items has none for them."""
@@ -147,6 +143,28 @@ class ModelDeclaration:
         return None
 
     @property
+    def scores_items(self) -> bool:
+        """Whether a model that searches items answers a row with the scores of all items, instead of a query
+        that is compared with vectors of items."""
+        return False
+
+    @property
+    def num_found(self) -> int | None:
+        """Number of items with which the model answers a row, if it finds the best itself, without those that
+        the row has seen; None if it gives vectors or the scores of all items."""
+        return None
+
+    @property
+    def finds_items(self) -> bool:
+        """Whether the model finds the best items itself."""
+        return self.num_found is not None
+
+    @property
+    def code_bundle(self) -> str:
+        """The folder with the semantic ids of the items; empty for a model without such ids."""
+        return ""
+
+    @property
     def seen_rule(self) -> SeenRule:
         """Rule for the items of a row's history, for a model that searches items."""
         return SeenRule()
@@ -178,6 +196,10 @@ class ModelDeclaration:
 
     def choices(self) -> Iterator[Choice]:
         """Yields values that the family derives for fields that the config, not yet resolved, leaves open."""
+        return iter(())
+
+    def choices_by_size(self) -> Iterator[Choice]:
+        """Yields values that the family derives from the sizes of vocabularies, unknown to `choices`."""
         return iter(())
 
     def findings(self) -> Iterator[Finding]:

@@ -20,6 +20,9 @@ REQUEST_TIME = "request_time"
 SCORE = "score"
 """Column of predictions that holds the scores of found items."""
 
+CODES = "codes"
+"""Column of predictions that holds the semantic ids of found items, one list of codes for each."""
+
 NEGATIVES = "negatives"
 """Key of the items that a batch's queries are compared with, as rows of the item table."""
 

@@ -91,6 +91,8 @@ def resolve(
         findings = _vocabulary_sizes(result, origins)
         if findings:
             raise ConfigError(checks.lines(findings, locations or {}))
+    for choice in model_of(result).choices_by_size():
+        _fill(choice, origins)
     return Resolved(result, origins)
 
 

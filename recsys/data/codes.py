@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from recsys import files
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.arrow import is_text, one_array
 from recsys.data.schema.vocabulary import mappings
 from recsys.errors import DataError
@@ -112,6 +113,21 @@ def codes_of_table(pipeline: pb.Pipeline, folder: Path) -> tuple[np.ndarray, tup
     if len(np.unique(codes, axis=0)) < len(codes):
         raise DataError(f"{folder}: two items have the same codes; make it again with `recsys sid fit`")
     return codes, tuple(sizes)
+
+
+def fingerprint(pipeline: pb.Pipeline) -> str | None:
+    """Returns a SHA-256 over the codes of all items in the order of the table; None without codes.
+
+    A bundle with more items has the same fingerprint, because the codes of older items do not change.
+
+    Raises:
+        DataError: as for `codes_of_table`.
+    """
+    bundle = model_of(pipeline).code_bundle
+    if not bundle:
+        return None
+    codes, sizes = codes_of_table(pipeline, Path(bundle))
+    return hashlib.sha256(repr((codes.shape, sizes)).encode() + codes.tobytes()).hexdigest()
 
 
 def require_whole(folder: Path, remedy: str, needed: str) -> None:

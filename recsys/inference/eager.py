@@ -1,7 +1,7 @@
 """Lets a `Predictor` use a model in eager mode instead of an exported package."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from recsys.data.collator import Collator
 from recsys.data.convert.packer import Packer
 from recsys.inference.exporter import catalogue
 from recsys.models.base import Model, layout_rule
+from recsys.ops import TopK
 from recsys.scoring.cache import UserCache
 from recsys.scoring.prefill import CachedModel, keeps_cache
-from recsys.scoring.signature import ScoringGraph, flatten
+from recsys.scoring.signature import ScoringGraph, inputs_of
 
 
 class EagerDescription(NamedTuple):
@@ -59,8 +60,12 @@ class EagerPackage:
 
     def run(self, batch: Batch) -> Tensor:
         """Returns predictions [N, tasks] of a ranker or queries [B, E] of a retriever, float32."""
-        with torch.no_grad():
-            return self._graph(*(tensor.to(self.device) for tensor in flatten(batch))).float()
+        return self._answer(batch).float()
+
+    def find(self, batch: Batch) -> TopK:
+        """Finds the best items of each row, of a model that finds items itself; rows of the item table less
+        1."""
+        return TopK(*self._answer(batch))
 
     @property
     def keeps_cache(self) -> bool:
@@ -80,6 +85,11 @@ class EagerPackage:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins the scores of consecutive candidates."""
         return torch.cat(list(parts))
+
+    def _answer(self, batch: Batch) -> Any:
+        with torch.no_grad():
+            inputs = inputs_of(batch, self.pipeline)
+            return self._graph(*(tensor.to(self.device) for tensor in inputs))
 
     def _with_cache(self) -> CachedModel:
         if self._cached is None:

@@ -40,7 +40,7 @@ from recsys.models.base import Model, layout_rule
 from recsys.models.check_kernels import check_kernels
 from recsys.models.item_tower import example_items, first_items, flatten_items, item_signature
 from recsys.models.signature import TensorSpec
-from recsys.scoring.signature import ScoringGraph, flatten, scoring_signature
+from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature
 
 GOLDEN_ROWS = 8
 """Number of golden rows, and of golden items, that a package checks itself against at every load."""
@@ -162,7 +162,7 @@ def _compile_programs(source: ExportSource, graph: ScoringGraph, folder: Path) -
     def compile_to(graph: nn.Module, specs: list[TensorSpec], inputs: tuple[Tensor, ...], name: str) -> None:
         compile_graph(graph, specs, inputs, folder / name, pipeline, weights)
 
-    compile_to(graph, scoring_signature(pipeline), flatten(example), package.MODEL)
+    compile_to(graph, scoring_signature(pipeline), inputs_of(example, pipeline), package.MODEL)
     tower = source.model.item_tower()
     if tower is not None:
         log.info("capturing and compiling the item tower")
@@ -177,7 +177,9 @@ def _compile_programs(source: ExportSource, graph: ScoringGraph, folder: Path) -
 
 def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
     with torch.no_grad():
-        return graph(*flatten(batch)).float().cpu()
+        answer = graph(*inputs_of(batch, graph.model.pipeline))
+        # Of items that a model has found, the scores are compared: equal ones may come in another order.
+        return (answer if isinstance(answer, Tensor) else answer[0]).float().cpu()
 
 
 def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
@@ -241,7 +243,8 @@ def _write_sides(source: ExportSource, folder: Path, golden: Tensor) -> None:
     if pipeline.export.cached_scoring:
         description.cached = asdict(CachedDescription.of(model))
     package.write_description(folder, description)
-    package.write_tensors(folder / package.GOLDEN, package.golden_tensors(flatten(source.batches[0]), golden))
+    inputs = inputs_of(source.batches[0], pipeline)
+    package.write_tensors(folder / package.GOLDEN, package.golden_tensors(inputs, golden))
 
 
 def _golden_items(model: Model, source: ExportSource, limit: int | None = None) -> dict[str, Tensor]:
@@ -271,7 +274,7 @@ def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
     trial = folder / ".trial"
     trial.mkdir()
     for number, (batch, output) in enumerate(zip(source.batches, expected, strict=True)):
-        tensors = package.golden_tensors(flatten(batch), output)
+        tensors = package.golden_tensors(inputs_of(batch, source.pipeline), output)
         package.write_tensors(trial / f"{number:04d}.safetensors", tensors)
     if source.model.item_tower() is not None:
         package.write_tensors(folder / ITEM_TRIAL, _golden_items(source.model, source))

@@ -39,8 +39,9 @@ from recsys.inference.item_embeddings import FILE as VECTORS
 from recsys.inference.item_embeddings import new_items, read_vectors
 from recsys.inference.program import PackageError, Program
 from recsys.models.signature import TensorSpec
+from recsys.ops import TopK
 from recsys.scoring.cache import UserCache
-from recsys.scoring.signature import flatten, scoring_signature
+from recsys.scoring.signature import inputs_of, scoring_signature
 
 log = logging.getLogger(__name__)
 
@@ -171,8 +172,19 @@ class Package:
             PackageError: the batch has more rows than the package accepts.
         """
         self._check_rows(batch)
-        (output,) = self._program(flatten(batch))
+        (output,) = self._program(inputs_of(batch, self.pipeline))
         return output.float()
+
+    def find(self, batch: Batch) -> TopK:
+        """Finds the best items of each row, of a model that finds items itself (`finds_items`).
+
+        The result is on the package's device: items are rows of the item table less 1.
+
+        Raises:
+            PackageError: the batch has more rows than the package accepts.
+        """
+        self._check_rows(batch)
+        return TopK(*self._program(inputs_of(batch, self.pipeline)))
 
     def prefill(self, batch: Batch) -> UserCache:
         """Encodes users and histories into keys and values that candidates attend to; see `CachedPrograms`.
@@ -237,9 +249,8 @@ class Package:
             )
 
     def run_flat(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Scores flat inputs in the order of `description.inputs`, like `run`; the scores are on the host."""
-        (output,) = self._program(inputs)
-        return output.float().cpu()
+        """Scores flat inputs in the order of `description.inputs`, like `run` or `find`; on the host."""
+        return self._program(inputs)[0].float().cpu()
 
     def differences(self, stored: dict[str, Tensor]) -> list[float]:
         """Compares a stored answer with the whole model's program and, if the package has it, cached scoring.
@@ -375,8 +386,8 @@ def _require_same_model(folder: Path, description: Description, pipeline: pb.Pip
 
 def _require_vector_each(folder: Path, vectors: Tensor, pipeline: pb.Pipeline) -> None:
     """Raises PackageError if number or width of the vectors do not fit the config's items."""
-    # A model that scores items itself is never compared with their vectors, so their width may be anything.
-    width = vectors.shape[1] if model_of(pipeline).scores_items else pipeline.model.embedding_dim
+    # A model that scores items itself is never compared with their vectors, whose width is its own affair.
+    width = vectors.shape[1] if not model_of(pipeline).embeds_items else pipeline.model.embedding_dim
     expected = (features.table_rows(features.searched_item(pipeline)) - 1, width)
     if tuple(vectors.shape) != expected:
         shapes = "{} vectors of {} numbers; expected {} of {}".format(*vectors.shape, *expected)

@@ -3,7 +3,8 @@
 Each row group of the input becomes one part of the output, which is written to a temporary file and renamed.
 So a part that exists is complete, and a killed prediction continues where it stopped. `_SUCCESS` is written
 last, after rows have been counted. A ranker's part has the key columns, the candidates and a list of scores
-per task; a retriever's part has the key columns, the best items and their scores.
+per task; a retriever's part has the key columns, the best items and their scores, and a generator's part also
+their codes.
 """
 
 import json
@@ -41,6 +42,7 @@ from recsys.inference.rows import runs
 from recsys.inference.search import GivenScores, Recall, open_search
 from recsys.inference.shared_rows import BlockScores, Limits, PackageProgram
 from recsys.models.base import layout_rule
+from recsys.ops import TopK
 from recsys.scoring.pieces import group_size, piece_size
 from recsys.scoring.scorer import Scorer
 
@@ -87,11 +89,13 @@ class BestItems(NamedTuple):
         lengths: int64 [rows], number of items of each row, at most the `k` that was asked for.
         ids: original ids of all items.
         scores: float32, one for each item.
+        codes: int64 [items, levels], their semantic ids; None if the model has none.
     """
 
     lengths: np.ndarray
     ids: pa.Array
     scores: np.ndarray
+    codes: np.ndarray | None
 
 
 class Predictor:
@@ -131,8 +135,12 @@ class Predictor:
             self.item = features.searched_item(self.pipeline).name
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
             device = torch.device(package.description.device)
-            self.scores_items = model_of(self.pipeline).scores_items
-            given = GivenScores() if self.scores_items else None
+            declared = model_of(self.pipeline)
+            self.scores_items, self.finds_items = declared.scores_items, declared.finds_items
+            self.has_codes = bool(declared.code_bundle)
+            # The most items that a row can get.
+            self.most_items = min(len(package.items), declared.num_found or len(package.items))
+            given = GivenScores() if self.scores_items or self.finds_items else None
             self.search = given or open_search(self.settings, package.items, device)
 
     def table(
@@ -204,12 +212,7 @@ class Predictor:
         """Searches the best items of each row, of a model that searches items; the best come first."""
         items, scores = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
         for rows in runs(len(block.row), self.settings.batch_size):
-            batch = self._batch(block.select(rows))
-            queries = self._queries(batch)
-            # An unknown item has the index -1, which is ignored.
-            removed = torch.from_numpy(self.vocabulary.layout.id_of(batch.seen.numpy()))
-            removed_lengths = batch.seen_layout.lengths
-            best = self.search.best(queries, k, removed=removed, removed_lengths=removed_lengths)
+            best = self._best(self._batch(block.select(rows)), k)
             items.append(best.items.numpy())
             scores.append(best.scores.numpy())
         numbers = np.concatenate(items)
@@ -218,15 +221,33 @@ class Predictor:
             lengths=is_item.sum(axis=1),
             ids=self.vocabulary.ids.take(pa.array(numbers[is_item])),
             scores=np.concatenate(scores)[is_item],
+            codes=self.package.items.numpy()[numbers[is_item]].astype(np.int64) if self.has_codes else None,
         )
+
+    def _best(self, batch: Batch, k: int) -> TopK:
+        """Returns the best items of a batch on the host, as indices into the vocabulary."""
+        if self.finds_items:
+            found = self.package.find(batch)
+            scores, rows = found.scores.float().cpu()[:, :k], found.items.cpu()[:, :k]
+            return TopK(scores, torch.from_numpy(self.vocabulary.layout.id_of(rows.numpy() + 1)))
+        queries = self._queries(batch)
+        # An unknown item has the index -1, which is ignored.
+        removed = torch.from_numpy(self.vocabulary.layout.id_of(batch.seen.numpy()))
+        removed_lengths = batch.seen_layout.lengths
+        return self.search.best(queries, k, removed=removed, removed_lengths=removed_lengths)
 
     def _retrieve(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         best = self.best_items(block, self.settings.top_k)
         lengths = _lengths(best.lengths, block)
-        return {
+        columns = {
             self.item: _lists(best.ids, lengths),
             features.SCORE: _lists(pa.array(best.scores), lengths),
         }
+        if best.codes is None:
+            return columns
+        codes = pa.FixedSizeListArray.from_arrays(pa.array(best.codes.reshape(-1)), best.codes.shape[1])
+        levels = pa.list_(pa.int64())
+        return columns | {features.CODES: _lists(codes.cast(levels), lengths)}
 
     def _queries(self, batch: Batch) -> torch.Tensor:
         answers = self.scorer.score(batch).cpu()

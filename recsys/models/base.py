@@ -98,8 +98,12 @@ class Model(nn.Module):
         """
         return self(batch)
 
-    def score(self, batch: Batch) -> Tensor:
-        """Returns the answer of an exported model, float32; the declaration's `outputs` names its columns."""
+    def score(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the answer of an exported model, float32; the declaration's `outputs` names its columns.
+
+        A model that finds items answers with their scores, float32 [B, K], and the items, int64 [B, K]: rows
+        of the item table less 1, and -1 with the score -inf where a row has fewer than K.
+        """
         raise NotImplementedError
 
     def item_vectors(self, batch: Batch) -> Tensor:
@@ -121,6 +125,14 @@ class Model(nn.Module):
         """Counts the FLOP of a forward pass and the objective for this batch; see `recsys.modules.flops`.
 
         It reads only sizes and host copies, and never waits for a device.
+        """
+        raise NotImplementedError
+
+    def exact_recall(self, batch: Batch) -> dict[str, Tensor]:
+        """Counts the exactly best items of the batch's rows that the model finds, if it finds items itself.
+
+        Returns:
+            By name: float64 [2], the items that are found, and those that there are to find.
         """
         raise NotImplementedError
 

@@ -1,7 +1,8 @@
 """`CodeGenerator`: writes the codes of the next item, and so gives every item of the catalogue a probability.
 
-The token of an item is the sum of the embeddings of its codes, so a history of n items is n tokens for any
-mixer. From the mixer's state at every position, a small causal decoder predicts the codes of the next item.
+The token of an item is made of the embeddings of its codes, so a history of n items is n tokens for any
+mixer. Every position is a state from which a writer predicts the codes of the item after it: a small causal
+decoder that writes one after another, or heads that predict all codes at once.
 No token may know later events: `models.retriever_declaration` rejects masks, positions and times that would
 reveal them.
 """
@@ -15,19 +16,17 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config import checks, features
+from recsys.config.declarations import model_of
 from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
 from recsys.data.codes import codes_of_table
 from recsys.models.base import Losses
+from recsys.models.beam_recall import WIDTHS, beam_recall
+from recsys.models.item_writers import ParallelItems, SequentialItems, rows_of
 from recsys.models.next_item import NextItemModel, last_of_each, position_weights
-from recsys.models.ranking import rank_targets
-from recsys.models.retriever import MAX_SCORES
-from recsys.modules.code_decoder import CodeDecoder, CodeEmbedding
-from recsys.modules.code_trie import CodeTrie
+from recsys.modules.beam_search import FoundItems, SeenItems
+from recsys.modules.code_decoder import CodeEmbedding
 from recsys.modules.sequence import following
-
-MAX_NODE_NUMBERS = 2**25
-"""Numbers of the widest level that evaluation holds in memory at once: 128 MiB of float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +68,19 @@ class CodeGenerator(NextItemModel):
         # Row 0 stands for unknown items.
         unknown = np.full((1, len(sizes)), -1)
         self.register_buffer("codes", torch.from_numpy(np.concatenate([unknown, codes])))
-        self.trie = CodeTrie(codes, sizes)
         self.history = features.PREFIX[pb.HISTORY] + config.item_feature
         self.candidates = features.PREFIX[pb.CANDIDATE] + config.item_feature
         preprocessor, mixer = pick(config.preprocessor), pick(config.mixer)
-        self.embed_codes = CodeEmbedding(sizes, width, pipeline.model.embedding.init_std)
+        parallel, init_std = config.HasField("parallel"), pipeline.model.embedding.init_std
+        self.embed_codes = CodeEmbedding(sizes, width, init_std, mean=parallel)
         self.preprocess = preprocessor.cls(preprocessor.config, pipeline=pipeline)
         self.mix = mixer.cls(mixer.config, embedding_dim=width)
-        self.decode = CodeDecoder(config.decoder, sizes, self.embed_codes, width)
+        self.decode = (
+            ParallelItems(config.parallel, sizes, self.embed_codes, width, codes)
+            if parallel
+            else SequentialItems(config.decoder, sizes, self.embed_codes, width, codes)
+        )
+        self.beam_size = model_of(pipeline).num_found
         self.objective = CodeLoss(config.weight_column)
         self.metric_choices = list(config.metrics)
         self.leaves_out_repeated = config.repeated_targets == pb.Retriever.LEAVE_OUT
@@ -90,14 +94,15 @@ class CodeGenerator(NextItemModel):
             losses = self.decode(states, self.codes[target].clamp(min=0))
         return CodeGeneratorOutputs(states.float(), losses, target > 0)
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: Batch) -> Tensor | FoundItems:
         """Returns the log-probability of each item for each row, float32 [B, V], in the order of the table.
 
-        For a row without history, the decoder starts from a state of zeros.
+        With beam search it returns the items that it has found, as rows of the table less 1, without
+        `batch.seen`. For a row without history it is what the writer says behind a state of zeros.
         """
         with self.autocast():
             states = last_of_each(self._states(batch), batch.uih_lengths)
-            return self.decode.scores(states, self.trie)
+            return self.decode.score_items(states) if self.beam_size is None else self._find(states, batch)
 
     def item_vectors(self, batch: Batch) -> Tensor:
         """Returns the codes of all items, float32 [V, levels], which a package keeps with the ids."""
@@ -109,28 +114,40 @@ class CodeGenerator(NextItemModel):
         return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + self.decode.flops(events)
 
     def ranks(self, outputs: CodeGeneratorOutputs, batch: Batch) -> Tensor:
-        """Returns the rank of each candidate in the catalogue by `score`, like `Retriever.ranks`."""
+        """Returns the rank of each candidate in the catalogue by `score`, like `Retriever.ranks`.
+
+        A candidate that a beam search does not find has the rank V + 1.
+        """
         states = last_of_each(outputs.states, batch.uih_lengths)
-        widest = len(self.trie.item) * max(*self.trie.sizes, states.shape[1])
+        targets = batch.ids[self.candidates].values()
         with self.autocast():
-            parts = states.split(max(1, MAX_NODE_NUMBERS // widest))
-            scores = torch.cat([self.decode.scores(part, self.trie) for part in parts])
-        return rank_targets(
-            scores,
-            None,
-            targets=batch.ids[self.candidates].values(),
-            num_targets=batch.num_candidates,
-            removed=batch.seen,
-            removed_layout=batch.seen_layout,
-            missed=batch.repeated,
-            max_scores=MAX_SCORES,
-        )
+            if self.beam_size is None:
+                return self.decode.ranks(states, targets, batch)
+            found = self._find(states, batch).items
+        hit = found[rows_of(batch.num_candidates, len(targets))] == targets[:, None] - 1
+        is_hit = hit.any(1) & (targets > 0) & ~batch.repeated
+        return torch.where(is_hit, 1 + hit.int().argmax(1), len(self.codes))
+
+    def exact_recall(self, batch: Batch) -> dict[str, Tensor]:
+        """Counts the best `predict.top_k` items that beams of several widths find; see `beam_recall`."""
+        with self.autocast():
+            states = last_of_each(self._states(batch), batch.uih_lengths)
+            widths = (*WIDTHS, self.beam_size)
+            return beam_recall(self.decode, states, _seen(batch), self.pipeline.predict.top_k, widths)
+
+    def _find(self, states: Tensor, batch: Batch) -> FoundItems:
+        """Returns the best items of states [B, E] by beam search, without those that the rows have seen."""
+        return self.decode.find(states, self.beam_size, _seen(batch))
 
     def _states(self, batch: Batch) -> Tensor:
         """Returns the states that the decoder reads, one per event, [U, E]."""
         tokens = self.embed_codes(self.codes[batch.ids[self.history].values()])
         embeddings = self.embed(batch) | {self.history: tokens}
         return self.mix(self.preprocess(embeddings, batch).sequence).history()
+
+
+def _seen(batch: Batch) -> SeenItems:
+    return SeenItems(rows_of(batch.seen_layout.lengths, batch.seen.shape[0]), batch.seen - 1)
 
 
 class CodeLoss(nn.Module):

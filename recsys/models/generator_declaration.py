@@ -3,30 +3,80 @@
 from collections.abc import Iterator
 
 from recsys import protos as pb
-from recsys.config.checks.values import BELOW_ONE, COUNT, limit
+from recsys.config.checks.values import BELOW_ONE, COUNT, POSITIVE, limit
 from recsys.config.checks.walk import Finding
+from recsys.config.declarations import Choice
 from recsys.config.registry import declare
 from recsys.models.retriever_declaration import NextItemDeclaration
 
 limit(pb.CodeGenerator, required=("item_feature", "bundle", "preprocessor", "mixer"))
+limit(pb.ParallelCodes, {"temperature": POSITIVE})
+limit(pb.Decoding, {"beam_size": COUNT})
 limit(pb.CodeDecoder, {"num_layers": COUNT, "num_heads": COUNT, "ff_dim": COUNT, "dropout": BELOW_ONE})
+
+
+EXACT_ITEMS = 100
+"""Catalogues of up to this many items are scored whole unless the config says otherwise: up to there it costs
+no more than a beam of 50, see experiments/2026-11-27-generators."""
 
 
 @declare(pb.CodeGenerator)
 class CodeGeneratorDeclaration(NextItemDeclaration):
     """Declares `CodeGenerator`, which scores items by the probabilities of their codes."""
 
-    scores_items = True
     embeds_items = False
+    may_change = (*NextItemDeclaration.may_change, "bundle", "decoding")
+
+    @property
+    def code_bundle(self) -> str:
+        """The folder with the codes of the items."""
+        return self.config.bundle
+
+    @property
+    def num_found(self) -> int | None:
+        """Width of the beam that finds the best items; None if the model scores all of them."""
+        decoding = self.config.decoding
+        return decoding.beam_size if decoding.method == pb.Decoding.BEAM else None
+
+    @property
+    def scores_items(self) -> bool:
+        """Whether the model answers with the scores of all items."""
+        return not self.finds_items
 
     @property
     def outputs(self) -> list[str]:
-        """The output: for each row the log-probability of every item."""
+        """The output: for each row the log-probability of every item, or of those that a beam has found."""
         return ["log_probability"]
 
+    @property
+    def protocol(self) -> dict[str, str]:
+        """The rule for seen items and the width of the beam, beyond which no item is found."""
+        beam = {"beam_size": str(self.num_found)} if self.finds_items else {}
+        return super().protocol | beam
+
+    def choices(self) -> Iterator[Choice]:
+        """Derives what all next-item families derive, and beam search from the width of a beam."""
+        yield from super().choices()
+        decoding, path = self.config.decoding, f"{self.path}.decoding"
+        if decoding.HasField("beam_size"):
+            yield Choice(decoding, path, "method", pb.Decoding.BEAM, f"{path}.beam_size")
+        yield Choice(decoding, path, "beam_size", decoding.beam_size, "default")
+
+    def choices_by_size(self) -> Iterator[Choice]:
+        """Derives the method of decoding from the number of items."""
+        decoding, path = self.config.decoding, f"{self.path}.decoding"
+        if self.config.HasField("parallel"):
+            yield Choice(decoding, path, "method", pb.Decoding.EXACT, f"{self.path}.parallel")
+        for feature in self.pipeline.features:
+            if feature.name == self.item_feature and feature.id.vocabulary.HasField("size"):
+                small = feature.id.vocabulary.size <= EXACT_ITEMS
+                method = pb.Decoding.EXACT if small else pb.Decoding.BEAM
+                yield Choice(decoding, path, "method", method, "number of items")
+
     def findings(self) -> Iterator[Finding]:
-        """Checks heads and the table of the item, after the checks of all next-item families."""
+        """Checks heads, the beam, and the table of the item, besides what all next-item families check."""
         yield from super().findings()
+        yield from self._beam()
         width, heads = self.pipeline.model.embedding_dim, self.config.decoder.num_heads
         if heads > 0 and width % heads:
             problem = f"{heads} is given; model.embedding_dim, which is {width}, must be a multiple of it"
@@ -35,5 +85,30 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
         for index, feature in enumerate(self.pipeline.features):
             if feature.name != self.item_feature and feature.HasField("id"):
                 if tables[feature.name] == tables.get(self.item_feature):
-                    problem = "the items of a generator have codes and no table; name another one"
-                    yield Finding(f"features[{index}].id.table", problem)
+                    what = "the items of a generator have codes and no table; name another one"
+                    yield Finding(f"features[{index}].id.table", what)
+
+    def warnings(self) -> Iterator[Finding]:
+        """Yields settings without effect."""
+        yield from super().warnings()
+        decoding = self.config.decoding
+        if decoding.method == pb.Decoding.EXACT and decoding.HasField("beam_size"):
+            yield Finding(f"{self.path}.decoding.beam_size", "without effect: the method is EXACT")
+
+    def _beam(self) -> Iterator[Finding]:
+        size, path = self.num_found, f"{self.path}.decoding"
+        if size is None:
+            return
+        if self.config.HasField("parallel"):
+            what = "BEAM is given, but codes without an order have no prefixes; use EXACT"
+            yield Finding(f"{path}.method", what)
+        if self.pipeline.predict.top_k > size:
+            what = f"{self.pipeline.predict.top_k} is given; a beam finds {path}.beam_size = {size} items"
+            yield Finding("predict.top_k", f"{what}: make the beam larger or use method: EXACT")
+        for index, metric in enumerate(self.config.metrics):
+            k = getattr(getattr(metric, metric.WhichOneof("metric") or "", None), "k", 0)
+            if k > size:
+                what = f"k is {k}; a beam finds {path}.beam_size = {size} items"
+                yield Finding(
+                    f"{self.path}.metrics[{index}]", f"{what}: make the beam larger or use method: EXACT"
+                )

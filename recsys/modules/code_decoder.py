@@ -1,9 +1,12 @@
 """`CodeDecoder`: predicts the codes of an item one after another, given the state of a history.
 
-Every layer is causal over the codes of one item: the first token is the state, and the token of level l + 1
-is the embedding of code l. The decoder proceeds level by level and keeps the keys and values of earlier
-levels, so training (one path per position) and scoring (every node of a trie) run the same code.
+Every layer is causal over the codes of one item: the first token is the state, the token of level l + 1 is
+the embedding of code l. The decoder goes level by level and keeps the keys and values of the levels before,
+so training (one path per position), scoring (every node of a trie), `better_items` and `beam_search` run the
+same code, `CodeDecoder.advance`.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +16,8 @@ from recsys import protos as pb
 from recsys.modules.code_trie import CodeTrie
 
 Cache = list[list[tuple[Tensor, Tensor]]]
-"""The keys and values [..., E] of the levels so far, for each layer."""
+"""For each layer the keys and values [..., E] of the levels so far. Those of level 0 belong to the state,
+which all paths of a row share."""
 
 
 class CodeEmbedding(nn.Module):
@@ -22,19 +26,26 @@ class CodeEmbedding(nn.Module):
     Args:
         sizes: number of values of each level.
         width: E.
-        init_std: standard deviation of the initial rows.
+        init_std: standard deviation of the rows at the start.
+        mean: whether an item is the mean of its codes' embeddings, instead of their sum.
     """
 
-    def __init__(self, sizes: tuple[int, ...], width: int, init_std: float):
+    first_rows: Tensor
+
+    def __init__(self, sizes: tuple[int, ...], width: int, init_std: float, *, mean: bool = False):
         super().__init__()
+        self.mean = mean
         self.starts = [sum(sizes[:level]) for level in range(len(sizes) + 1)]
         self.table = nn.Embedding(self.starts[-1] + 1, width)
         nn.init.normal_(self.table.weight, std=init_std)
+        # A tensor on the device, because a CUDA graph cannot copy one from the host.
+        self.register_buffer("first_rows", torch.tensor(self.starts[:-1]), persistent=False)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Sums the embeddings of each item's codes, [n, levels] -> [n, E]; unknown items have codes -1."""
-        starts = torch.tensor(self.starts[:-1], device=codes.device)
-        return self.table(torch.where(codes < 0, self.starts[-1], codes + starts)).sum(-2)
+        """Sums or averages the embeddings of the codes of each item, [n, levels] -> [n, E]; -1 is an unknown
+        item's."""
+        embeddings = self.table(torch.where(codes < 0, self.starts[-1], codes + self.first_rows))
+        return embeddings.mean(-2) if self.mean else embeddings.sum(-2)
 
     def level(self, level: int, codes: Tensor) -> Tensor:
         """Returns the embeddings of known codes of one level, [...] -> [..., E]."""
@@ -95,9 +106,9 @@ class CodeDecoder(nn.Module):
             states: [n, E].
             codes: int64 [n, levels], the codes of the items to predict.
         """
-        cache, token, total = self._empty(), states, []
+        cache, token, total = self.empty_cache(), states, []
         for level, target in enumerate(codes.unbind(1)):
-            logits = self._advance(level, token, cache)
+            logits = self.advance(level, token, cache)
             total.append(F.cross_entropy(logits, target, reduction="none"))
             token = self.embed.level(level, target)
         return torch.stack(total).mean(0)
@@ -112,17 +123,17 @@ class CodeDecoder(nn.Module):
             states: [B, E].
             trie: the codes of all items.
         """
-        cache, token = self._empty(), states[:, None]
-        log_probs = states.new_zeros(states.shape[0], 1, dtype=torch.float32)
+        cache, token = self.empty_cache(), states[:, None]
+        scores = states.new_zeros(states.shape[0], 1, dtype=torch.float32)
         for level, size in enumerate(trie.sizes):
-            logits = self._advance(level, token, cache)
+            logits = self.advance(level, token, cache)
             parent, code = trie.parent(level), trie.token(level)
             of_edges = logits.flatten(1).index_select(1, parent * size + code)
-            log_probs = (log_probs - logits.logsumexp(2)).index_select(1, parent) + of_edges
+            scores = (scores - logits.logsumexp(2)).index_select(1, parent) + of_edges
             if level + 1 < trie.levels:
-                select_nodes(cache, parent)
+                cache = select_paths(cache, lambda paths, parent=parent: paths.index_select(1, parent))
                 token = self.embed.level(level, code).expand(states.shape[0], -1, -1)
-        return torch.zeros_like(log_probs).index_copy(1, trie.item, log_probs)
+        return scores.index_select(1, trie.leaf)
 
     def flops(self, paths: int) -> int:
         """Counts the FLOP of the losses for `paths` states; see `recsys.modules.flops`."""
@@ -133,18 +144,24 @@ class CodeDecoder(nn.Module):
         outputs = sum(layer.weight.numel() for layer in self.logits)
         return 2 * paths * (levels * per_token + pairs + outputs)
 
-    def _empty(self) -> Cache:
+    def empty_cache(self) -> Cache:
+        """Returns the cache before level 0."""
         return [[] for _ in self.blocks]
 
-    def _advance(self, level: int, token: Tensor, cache: Cache) -> Tensor:
-        """Returns the logits [..., V] of a level, float32, and adds its token to the cache."""
+    def advance(self, level: int, token: Tensor, cache: Cache) -> Tensor:
+        """Returns the logits of a level, float32 [..., V], and adds its keys and values to the cache.
+
+        Args:
+            level: the level, from 0.
+            token: [..., E], the state for level 0, later the embedding of the code of the level before.
+            cache: keys and values of the levels before, of shapes that broadcast with `token`.
+        """
         x = token + self.positions[level]
         for block, earlier in zip(self.blocks, cache, strict=True):
             x = block(x, earlier)
         return self.logits[level](self.norm(x)).float()
 
 
-def select_nodes(cache: Cache, parent: Tensor) -> None:
-    """Replaces keys and values of nodes by those of their edges in place: [B, nodes, E] -> [B, edges, E]."""
-    for layer in cache:
-        layer[:] = [(key.index_select(1, parent), value.index_select(1, parent)) for key, value in layer]
+def select_paths(cache: Cache, select: Callable[[Tensor], Tensor]) -> Cache:
+    """Returns a cache whose keys and values of codes are selected; those of the state stay as they are."""
+    return [[*layer[:1], *((select(key), select(value)) for key, value in layer[1:])] for layer in cache]

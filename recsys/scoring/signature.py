@@ -20,8 +20,8 @@ from recsys.models.base import Model, layout_rule
 from recsys.models.signature import TensorSpec
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
-ROWS, EVENTS, CANDIDATES, LONGEST = "rows", "events", "candidates", "longest"
-"""Names of dimensions: rows B, history events U, candidates N, length of `steps`."""
+ROWS, EVENTS, CANDIDATES, SEEN, LONGEST = "rows", "events", "candidates", "seen", "longest"
+"""Names of dimensions: rows B, history events U, candidates N, seen items S, length of `steps`."""
 
 SHORTEST = 2
 """The least bound on the length of a sequence, in tokens, since compilers specialize on sizes of 0 and 1."""
@@ -35,7 +35,8 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     First come embedded columns in the config's order (`<column>`: rows of its table), where a multi-valued
     column is followed by `<column>.counts`, the number of values of each row, event or candidate. Then come
     numeric columns by name, times, actions, lengths, and `steps`: `arange(longest sequence in tokens - 2)`,
-    of which only the shape is read. A model that does not predict from candidates takes none of them.
+    of which only the shape is read. A model that does not predict from candidates takes none of them. A model
+    that finds items itself also takes those that rows have seen.
     """
     candidates = model_of(pipeline).reads_candidates("predict")
     used = [c for c in features.columns(pipeline) if candidates or c.side != pb.CANDIDATE]
@@ -64,11 +65,24 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     if candidates:
         inputs.append(TensorSpec("num_candidates", torch.int64, (ROWS,)))
         inputs.append(TensorSpec("candidate_timestamps", torch.int64, (CANDIDATES,)))
+    if model_of(pipeline).finds_items:
+        inputs.append(TensorSpec("seen", torch.int64, (SEEN,)))
+        inputs.append(TensorSpec("seen_lengths", torch.int64, (ROWS,)))
     return [*inputs, TensorSpec("steps", torch.int64, (LONGEST,))]
 
 
-def flatten(batch: Batch) -> tuple[Tensor, ...]:
-    """Returns the inputs of the scoring graph for a batch, in the order of `scoring_signature`."""
+def inputs_of(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:
+    """Returns the inputs of the scoring graph of a pipeline's model, in the order of `scoring_signature`."""
+    return flatten(batch, with_seen=model_of(pipeline).finds_items)
+
+
+def flatten(batch: Batch, *, with_seen: bool = False) -> tuple[Tensor, ...]:
+    """Returns the inputs of a scoring graph for a batch, in the order of `scoring_signature`.
+
+    Args:
+        batch: the batch.
+        with_seen: whether the graph takes the items that rows have seen.
+    """
     searches_items = features.NEGATIVES in batch.ids.keys()
     of_items = (features.NEGATIVES, features.BATCH_ITEMS, features.LOG_WEIGHTS)
 
@@ -95,6 +109,8 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
             tensors += [events, batch.channel_lengths[name]]
     if not searches_items:
         tensors += [batch.num_candidates, batch.candidate_timestamps]
+    if with_seen:
+        tensors += [batch.seen, batch.seen_layout.lengths]
     return (*tensors, steps(batch.layout.max_len, batch.request_time.device))
 
 
@@ -106,6 +122,8 @@ def steps(longest: int, device: torch.device) -> Tensor:
 class ScoringGraph(nn.Module):
     """Runs `Model.score` on flat tensors: predictions [N, tasks] of candidates, or queries [B, E] of rows.
 
+    A model that finds items returns their scores [B, K] and the items [B, K].
+
     Args:
         model: the model, in evaluation mode.
     """
@@ -116,9 +134,10 @@ class ScoringGraph(nn.Module):
         self.names = [spec.name for spec in scoring_signature(model.pipeline)]
         self.assemble = Assemble(model.pipeline)
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Maps tensors in the order of `scoring_signature` to the result of `Model.score`."""
-        return self.model.score(self.assemble(dict(zip(self.names, tensors, strict=True))))
+        answer = self.model.score(self.assemble(dict(zip(self.names, tensors, strict=True))))
+        return answer if isinstance(answer, Tensor) else tuple(answer)
 
 
 class Assemble:
@@ -175,6 +194,8 @@ class Assemble:
             labels={},
             sample_weight=torch.ones_like(none, dtype=torch.float32),
             group=none,
+            seen=inputs.get("seen", nothing),
+            seen_layout=_layout_of_seen(inputs) if "seen" in inputs else None,
         )
 
     def _ids(
@@ -224,6 +245,19 @@ def _layout(
         + rule.num_contextual * uih_lengths.shape[0],
         max_len=max_len,
         total_targets=total_targets,
+    )
+
+
+def _layout_of_seen(inputs: dict[str, Tensor]) -> SequenceLayout:
+    seen, lengths = inputs["seen"], inputs["seen_lengths"]
+    return SequenceLayout.trusted(
+        lengths,
+        offsets_from_lengths(lengths),
+        torch.zeros_like(lengths),
+        0,
+        total_len=seen.shape[0],
+        max_len=seen.shape[0],
+        total_targets=0,
     )
 
 

@@ -85,7 +85,7 @@ class ServingModel:
         outputs = output_types(package.pipeline, package.description.outputs, searched)
         self._tasks = package.description.outputs
         self._candidates = None if self.recommends else features.candidate_item(package.pipeline)
-        max_items = None if package.items is None else len(package.items)
+        max_items = self._predictor.most_items if self.recommends else None
         self.schema = RequestSchema(package.pipeline, keys, outputs, max_items, requests)
         self.batcher: Batcher[Prepared, Columns] = Batcher(self._run, batches, observe)
 

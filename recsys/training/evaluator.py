@@ -87,6 +87,28 @@ def evaluate(
         return compute_all(metrics) | _mean_losses(totals)
 
 
+def exact_recall(
+    model: Model, loader: Loader, device: torch.device, max_batches: int | None = None
+) -> dict[str, float]:
+    """Computes the share of the exactly best items that a model which finds items itself finds. Collective.
+
+    Args:
+        model, loader, device, max_batches: as for `evaluate`.
+
+    Returns:
+        Shares by name, such as `recall@10/beam_50`; NaN if there is nothing to find.
+    """
+    totals: dict[str, torch.Tensor] = {}
+    with _aside(model, device):
+        for batch in islice(loader.epoch(0), max_batches):
+            for name, counts in model.exact_recall(batch.to(device)).items():
+                totals[name] = totals.get(name, 0) + counts
+    packed = gather({name: counts.cpu() for name, counts in totals.items()})
+    names = dict.fromkeys(name for part in packed for name in part)
+    sums = {name: torch.stack([part[name] for part in packed if name in part]).sum(0) for name in names}
+    return {name: (counts[0] / counts[1]).item() for name, counts in sums.items()}
+
+
 def counted(loader: Loader) -> Counts:
     """Counts the rows of all ranks that the last evaluation left out or cut. Collective."""
     total = Counts()

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from recsys import protos as pb
 from recsys.config import fields, registry
 from recsys.config.declarations import ModelDeclaration
+from recsys.data import codes
 from recsys.data.schema.vocabulary import fingerprints
 from recsys.data.sources.base import FileMark
 from recsys.errors import ConfigError, DataError, RecsysError
@@ -120,6 +121,7 @@ def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:
             ]
         )
     require_same_vocabularies(state.inputs, fingerprints(now))
+    _require_same_codes(state.inputs, codes.fingerprint(now))
 
 
 def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> None:
@@ -140,12 +142,14 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
 
 
 def require_same_inputs(saved: Inputs, now: Inputs) -> None:
-    """Checks that training files, vocabularies and the item catalogue are unchanged. Files may have moved.
+    """Checks that training files, vocabularies, the item catalogue and semantic ids are unchanged. Files may
+    have moved.
 
     Raises:
         DataError: lists each file that is new, missing or changed; the order of files matters.
     """
     require_same_vocabularies(saved, now.vocabularies)
+    _require_same_codes(saved, now.codes)
     # A state without a fingerprint of its items was saved before fingerprints existed.
     if saved.items is not None and saved.items != now.items:
         raise DataError(
@@ -180,6 +184,16 @@ def require_same_vocabularies(saved: Inputs, now: dict[str, str]) -> None:
             f"the vocabulary of {', '.join(changed)} is not the one that the model was trained with, or its "
             "ids are in another order (model.embedding.placement): rows would stand for other ids. Restore "
             "it, or train again with another --run-dir"
+        )
+
+
+def _require_same_codes(saved: Inputs, now: str | None) -> None:
+    """Raises DataError if items have other semantic ids than those that a model was trained with."""
+    # A state without a fingerprint of its codes was saved before fingerprints existed.
+    if saved.codes is not None and saved.codes != now:
+        raise DataError(
+            "the bundle gives items other codes than those that the model was trained with, so its weights "
+            "would mean other items. Restore the old bundle, or train again with another --run-dir"
         )
 
 

@@ -13,6 +13,7 @@ import recsys.config as config
 from recsys import files
 from recsys import protos as pb
 from recsys.config import registry
+from recsys.config.declarations import model_of
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError, RecsysError
@@ -178,7 +179,13 @@ def _finished_before(session: Session, run: Run, reason: str) -> Outcome:
 
 
 def evaluate(
-    pipeline: pb.Pipeline, folder: Path, processes: Processes, split: str, which: str, limit: int | None
+    pipeline: pb.Pipeline,
+    folder: Path,
+    processes: Processes,
+    split: str,
+    which: str,
+    limit: int | None,
+    compare_exact: bool = False,
 ) -> Evaluation:
     """Evaluates a saved state on a split. Collective.
 
@@ -189,14 +196,20 @@ def evaluate(
         split: "train", "validation" or "test".
         which: "best", "newest" or the number of a step.
         limit: the most batches that each rank reads; None reads all.
+        compare_exact: whether to add the share of the exactly best items that the model's search finds.
 
     Raises:
-        ConfigError: the config names no rows for the split, asks for something that the device cannot do, or
-            differs from the model that was trained.
+        ConfigError: the config names no rows for the split, asks for something that the device cannot do,
+            differs from the model that was trained, or does not search and so cannot be compared.
         DataError: the vocabularies are not those that the model was trained with.
     """
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
+    declared = model_of(pipeline)
+    if compare_exact and not declared.finds_items:
+        raise ConfigError(
+            f"--compare-exact: it is for beam search, and this {declared.kind or 'model'} scores every item"
+        )
     loaded = load_model(pipeline, folder, processes, which)
     loader = Loader.open(
         pipeline,
@@ -207,7 +220,10 @@ def evaluate(
         mode="evaluate",
     )
     metrics = evaluator.evaluate(loaded.model, loader, processes.device, limit)
-    return Evaluation(loaded.checkpoint, metrics, evaluator.counted(loader))
+    counts = evaluator.counted(loader)
+    if compare_exact:
+        metrics |= evaluator.exact_recall(loaded.model, loader, processes.device, limit)
+    return Evaluation(loaded.checkpoint, metrics, counts)
 
 
 def load_model(pipeline: pb.Pipeline, folder: Path, processes: Processes, which: str) -> LoadedModel:

@@ -20,6 +20,7 @@ from recsys import environment, files
 from recsys import protos as pb
 from recsys.config import features
 from recsys.config.checks.effects import behind_the_end
+from recsys.data import codes
 from recsys.data.batch import Batch, Position
 from recsys.data.convert import item_catalogue
 from recsys.data.loader import Loader
@@ -324,7 +325,12 @@ def _build(
         checkpoints=checkpoints,
         progress=progress,
         total_steps=total_steps,
-        inputs=Inputs(reader.source.marks(), fingerprints(pipeline), item_catalogue.fingerprint(pipeline)),
+        inputs=Inputs(
+            reader.source.marks(),
+            fingerprints(pipeline),
+            item_catalogue.fingerprint(pipeline),
+            codes.fingerprint(pipeline),
+        ),
         parameters=parameters,
         average=_average(wrapped, train),
     )

@@ -85,13 +85,14 @@ class Progress:
 class Inputs:
     """Fingerprints of the inputs of a run.
 
-    They cover its training files in order, the vocabulary of each table (see `vocabulary.fingerprints`), and
-    the items (see `item_catalogue.fingerprint`).
+    They cover its training files in order, the vocabulary of each table (see `vocabulary.fingerprints`), the
+    items (see `item_catalogue.fingerprint`), and their semantic ids (see `data.codes.fingerprint`).
     """
 
     files: list[FileMark]
     vocabularies: dict[str, str]
     items: str | None = None
+    codes: str | None = None
 
 
 @dataclass

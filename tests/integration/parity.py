@@ -24,7 +24,7 @@ from recsys.inference import exporter
 from recsys.inference.cached_programs import CachedPrograms, compile_programs
 from recsys.models import Model, Ranker, build_model, layout_rule
 from recsys.scoring.cached_signature import CacheSpec
-from recsys.scoring.signature import ScoringGraph, flatten, scoring_signature
+from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature
 from recsys.training import checkpoint
 from recsys.training.session import CHECKPOINTS
 
@@ -57,7 +57,9 @@ def captured(model: Model, batch: Batch) -> Callable[..., Tensor]:
         {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
     )
     with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        return torch.export.export(graph, flatten(batch), dynamic_shapes=(shapes,), strict=False).module()
+        return torch.export.export(
+            graph, inputs_of(batch, model.pipeline), dynamic_shapes=(shapes,), strict=False
+        ).module()
 
 
 def with_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamespace:
@@ -86,7 +88,9 @@ def package_of(model: Model, batches: list[Batch], program: Callable[..., Tensor
     pipeline = model.pipeline
     with torch.no_grad():
         for batch in batches:
-            torch.testing.assert_close(program(*flatten(batch)), model.score(batch), **close(pipeline))
+            torch.testing.assert_close(
+                program(*inputs_of(batch, pipeline)), model.score(batch), **close(pipeline)
+            )
     ranker = pipeline.model.HasField("ranker")
     return SimpleNamespace(
         pipeline=pipeline,
@@ -94,7 +98,7 @@ def package_of(model: Model, batches: list[Batch], program: Callable[..., Tensor
         description=SimpleNamespace(
             device="cpu", outputs=[task.name for task in pipeline.model.ranker.tasks]
         ),
-        run=lambda batch: program(*flatten(batch)).detach(),
+        run=lambda batch: program(*inputs_of(batch, pipeline)).detach(),
         cached=None,
     )
 
@@ -162,3 +166,6 @@ class Items:
         assert len(set(answer[self.item]) - seen) == len(answer[self.item]) == self.top_k
         np.testing.assert_allclose(answer["score"], best, **self.close)
         np.testing.assert_allclose([scores[one] for one in answer[self.item]], best, **self.close)
+        if self.scored:
+            codes = dict(zip(self.ids, self.vectors.tolist(), strict=True))
+            assert answer["codes"] == [codes[one] for one in answer[self.item]]

@@ -81,6 +81,7 @@ DATA = {
     "ml_1m_ranking.config": movielens_ranking,
     "ml_1m_sasrec.config": bundled("movielens"),
     "movielens_small_generator.config": bundled("movielens"),
+    "movielens_small_parallel.config": bundled("movielens"),
     "movielens_small_retrieval.config": bundled("movielens"),
     "movielens_small_two_tower.config": bundled("movielens"),
     "quickstart.config": bundled("kuairand"),
@@ -105,7 +106,7 @@ def trained(request, tmp_path_factory) -> Trained:
         path = folder / f"{split}.parquet"
         pq.write_table(pq.read_table(data / f"{split}.parquet").slice(0, count), path)
         overrides.append(f'data.{split}={{parquet {{paths: "{path}"}}}}')
-    if "generator" in request.param:
+    if "generator" in request.param or "parallel" in request.param:
         overrides.append(f'model.generator.bundle="{movielens_codes(folder / "bundle")}"')
     path = Path("configs") / request.param
     flags = ["--config", str(path), "--run-dir", str(folder / "run")]

@@ -1,14 +1,24 @@
 """The generator: its losses and ranks, no future in the past, bundles that do not fit, a resumed run."""
 
+import shutil
+
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recsys import config
+from recsys import protos as pb
+from recsys.config import checks
 from recsys.data.codes import codes_of_table
 from recsys.data.schema.vocabulary import mappings
 from recsys.errors import DataError
+from recsys.inference.eager import EagerPackage
+from recsys.inference.predictor import Predictor
 from recsys.models import CodeGenerator, build_model
+from recsys.scoring.signature import inputs_of
+from tests.integration.parity import captured
 from tests.integration.runs import command, evaluate, records
 from tests.modules.pipelines import batch_of, generator_pipeline, random_row, random_rows, with_another_future
 from tests.tools.bundles import movielens_codes, write_codes
@@ -77,8 +87,12 @@ def test_losses_are_those_of_the_next_items_codes(model, pipeline):
     assert losses.counts.item() == sum(item > 0 for row in rows for item in row.values["uih_item_id"][1:])
 
 
-def test_scores_rank_the_candidates(model, pipeline):
+@pytest.mark.parametrize("parallel", [False, True])
+def test_scores_rank_the_candidates(model, pipeline, parallel):
     """By sorting all scores of `score`."""
+    if parallel:
+        pipeline.model.generator.parallel.SetInParent()
+        model = build_model(pipeline).eval()
     rows = random_rows(pipeline, SIZES)
     batch = batch_of(pipeline, rows)
     ranks, scores = model.ranks(model(batch), batch), model.score(batch)
@@ -90,6 +104,127 @@ def test_scores_rank_the_candidates(model, pipeline):
             better = sum(bool(of_items[k - 1] >= of_items[item - 1]) for k in others)
             expected.append(21 if item == 0 or item in seen else 1 + better)
     assert ranks.tolist() == expected
+
+
+def with_beam(model, pipeline, size):
+    """The same weights, which search with a beam."""
+    changed = pb.Pipeline()
+    changed.CopyFrom(pipeline)
+    changed.model.generator.decoding.method = pb.Decoding.BEAM
+    changed.model.generator.decoding.beam_size = changed.predict.top_k = size
+    del changed.model.generator.metrics[:]
+    searching = build_model(changed).eval()
+    searching.load_state_dict(model.state_dict())
+    return searching
+
+
+def test_ranks_of_a_beam_are_exact_as_far_as_it_reaches(model, pipeline):
+    """A beam of 20 finds all 20 items; one of 3 keeps the best 3 prefixes, and finds nothing at rank 4."""
+    batch = batch_of(pipeline, random_rows(pipeline, [(3, 3), (0, 4), (6, 4), (2, 0), (1, 4)]))
+    exact = model.ranks(model(batch), batch)
+    assert len(set(exact.tolist())) > 8
+    wide = with_beam(model, pipeline, 20)
+    assert torch.equal(wide.ranks(wide(batch), batch), exact)
+    narrow = with_beam(model, pipeline, 3)
+    ranks = narrow.ranks(narrow(batch), batch)
+    found = narrow.score(batch).items
+    targets = [(row, item) for row, n in enumerate(batch.num_candidates.tolist()) for item in range(n)]
+    items = batch.ids["candidate_item_id"].values().tolist()
+    for (row, _), item, rank in zip(targets, items, ranks.tolist(), strict=True):
+        kept = found[row].tolist()
+        assert rank == (1 + kept.index(item - 1) if item - 1 in kept and item else 21)
+    assert set(ranks.tolist()) <= {1, 2, 3, 21}
+
+
+def test_the_recall_of_beams_is_their_share_of_the_exactly_best_items(model, pipeline):
+    searching = with_beam(model, pipeline, 3)
+
+    batch = batch_of(pipeline, random_rows(pipeline, [*SIZES, (6, 0), (4, 0), (5, 0)]))
+    seen = [set(row.tolist()) for row in batch.seen.split(batch.seen_layout.lengths.tolist())]
+    hits = wanted = 0
+    for row, (scores, found) in enumerate(
+        zip(model.score(batch).tolist(), searching.score(batch).items.tolist(), strict=True)
+    ):
+        best = sorted((k for k in range(20) if k + 1 not in seen[row]), key=lambda k, s=scores: -s[k])[:3]
+        hits, wanted = hits + len({*best} & {*found[:3]}), wanted + len(best)
+    assert 0 < hits < wanted
+    counts = {name: pair.tolist() for name, pair in searching.exact_recall(batch).items()}
+    names = [f"recall@3/beam_{width}" for width in (3, 20, 50, 200, 512)]
+    assert counts == {names[0]: [hits, wanted], **dict.fromkeys(names[1:], [wanted, wanted])}
+
+
+def test_the_graph_of_a_beam_is_captured_with_every_size_dynamic(model, pipeline):
+    """And finds what the model finds, in rows and histories of other numbers."""
+    searching = with_beam(model, pipeline, 6)
+    program = captured(searching, batch_of(pipeline, random_rows(pipeline, SIZES)))
+    for sizes in (SIZES, [(6, 1)], [(1, 0), (0, 0), (5, 2)]):
+        batch = batch_of(pipeline, random_rows(pipeline, sizes, seed=3))
+        with torch.no_grad():
+            scores, items = program(*inputs_of(batch, searching.pipeline))
+            expected = searching.score(batch)
+        assert torch.equal(items, expected.items)
+        torch.testing.assert_close(scores, expected.scores)
+        for row, of_row in zip(batch.seen.split(batch.seen_layout.lengths.tolist()), items, strict=True):
+            assert not set((row - 1).tolist()) & set(of_row.tolist()) - {-1}
+
+
+def test_predictions_hold_original_ids_codes_and_scores_of_unseen_items(model, pipeline):
+    """The same by a beam and by all scores, of rows with ids that the model does not know."""
+    histories = [[100, 119, 7, 103], [], list(range(100, 118))]
+    counts = list(map(len, histories))
+    table = pa.table(
+        {
+            "uih_item_id": histories,
+            "uih_timestamps": [list(range(n)) for n in counts],
+            "uih_actions": [[1] * n for n in counts],
+            "request_time": [10**6] * 3,
+        }
+    )
+    exact = Predictor(EagerPackage(model)).table(table).to_pydict()
+    searching = Predictor(EagerPackage(with_beam(model, pipeline, 10)))
+    assert searching.most_items == 10 and Predictor(EagerPackage(model)).most_items == 20
+    found = searching.table(table).to_pydict()
+    assert found["item_id"] == exact["item_id"] and found["codes"] == exact["codes"]
+    for row, items in enumerate(found["item_id"]):
+        assert len(items) == min(10, 20 - len({*histories[row]} & {*range(100, 120)}))
+        assert found["score"][row] == pytest.approx(exact["score"][row], abs=1e-5)
+        rows = mappings(pipeline)["item_id"].map(pa.array(items, pa.int64()))
+        assert found["codes"][row] == model.codes[rows].tolist()
+
+
+def undecided(pipeline, **vocabulary):
+    """The config before anything about decoding was chosen."""
+    changed = pb.Pipeline()
+    changed.CopyFrom(pipeline)
+    changed.model.generator.ClearField("decoding")
+    for name, value in vocabulary.items():
+        setattr(changed.features[0].id.vocabulary, name, value)
+    return changed
+
+
+def test_the_method_follows_from_the_size_of_the_catalogue_unless_it_is_given(pipeline):
+    small, large = undecided(pipeline, size=100), undecided(pipeline, size=101)
+    parallel, given = undecided(large), undecided(small)
+    parallel.model.generator.parallel.SetInParent()
+    given.model.generator.decoding.beam_size = 30
+    for changed, method, size in (
+        (small, pb.Decoding.EXACT, 50),
+        (large, pb.Decoding.BEAM, 50),
+        (parallel, pb.Decoding.EXACT, 50),
+        (given, pb.Decoding.BEAM, 30),
+    ):
+        resolved = config.resolve(changed, read_files=False).pipeline
+        assert resolved.model.generator.decoding == pb.Decoding(method=method, beam_size=size)
+        assert config.resolve(resolved, read_files=False).pipeline == resolved
+
+
+def test_what_a_beam_cannot_do_is_said_before_the_model_is_built(pipeline):
+    pipeline.model.generator.decoding.CopyFrom(pb.Decoding(method=pb.Decoding.BEAM, beam_size=4))
+    pipeline.model.generator.parallel.SetInParent()
+    said = {finding.path: finding.text for finding in checks.family_findings(pipeline)}
+    assert "10 is given; a beam finds model.generator.decoding.beam_size = 4" in said["predict.top_k"]
+    assert "k is 5" in said["model.generator.metrics[0]"] and len(said) == 3
+    assert "no prefixes" in said["model.generator.decoding.method"]
 
 
 def test_the_future_does_not_reach_the_past(model, pipeline):
@@ -139,3 +274,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_evaluates_to_it(tmp_path):
         assert whole[8] == cut[8]
     newest = ("--split", "validation", "--checkpoint", "newest", "--set", "train.evaluation.max_batches=1")
     assert evaluate("--run-dir", str(tmp_path / "cut"), *newest) == 0
+    shutil.rmtree(bundle)
+    movielens_codes(bundle, seed=1)
+    with pytest.raises(AssertionError, match="the bundle gives items other codes"):
+        train("cut", 12)
+    assert evaluate("--run-dir", str(tmp_path / "cut"), *newest) != 0

@@ -21,6 +21,7 @@ from torchrec import KeyedJaggedTensor
 from recsys import config
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.data.schema.layout_rule import Channel
 from recsys.models import layout_rule
@@ -298,11 +299,11 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
             [start + i for start, own in zip(starts, members, strict=True) for i in own]
         )
         channel_lengths[channel.name] = _ints([len(own) for own in members])
-    if pipeline.model.HasField("retriever"):
+    if model_of(pipeline).item_feature is not None:
         count = features.table_rows(features.searched_item(pipeline))
         shared = {features.NEGATIVES: list(range(1, count)) if negatives is None else list(negatives)}
         if features.samples_negatives(pipeline):
-            history = f"uih_{pipeline.model.retriever.item_feature}"
+            history = f"uih_{model_of(pipeline).item_feature}"
             seen = {one for row in rows for one in row.values[history] if one > 0}
             shared[features.BATCH_ITEMS] = sorted(seen) if negatives is not None else []
         known = [catalogue_item(pipeline, item) for own in shared.values() for item in own]

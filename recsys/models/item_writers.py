@@ -1,0 +1,112 @@
+"""The writers of a generator with the codes of all items: they score items, rank targets, and search."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.models.ranking import rank_targets
+from recsys.models.retriever import MAX_SCORES
+from recsys.modules.beam_search import FoundItems, SeenItems, beam_search
+from recsys.modules.better_items import better_items
+from recsys.modules.code_decoder import CodeDecoder, CodeEmbedding
+from recsys.modules.code_trie import CodeTrie
+from recsys.modules.parallel_codes import ParallelCodes
+
+
+class SequentialItems(CodeDecoder):
+    """A decoder that writes the codes of an item one after another, with the trie of all items.
+
+    Args:
+        config, sizes, embed, width: as for `CodeDecoder`.
+        codes: int64 [items, levels].
+    """
+
+    def __init__(
+        self,
+        config: pb.CodeDecoder,
+        sizes: tuple[int, ...],
+        embed: CodeEmbedding,
+        width: int,
+        codes: np.ndarray,
+    ):
+        super().__init__(config, sizes, embed, width)
+        self.trie = CodeTrie(codes, sizes)
+
+    def score_items(self, states: Tensor) -> Tensor:
+        """Returns log P(item) of every item, float32 [B, V]; see `CodeDecoder.scores`."""
+        return self.scores(states, self.trie)
+
+    def find(self, states: Tensor, width: int, seen: SeenItems) -> FoundItems:
+        """Finds the best items; see `beam_search`."""
+        return beam_search(self, self.trie, states, width, seen)
+
+    def ranks(self, states: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+        """Returns the exact rank of each target, int64 [N], as `rank_targets` defines it.
+
+        Args:
+            states: [B, E].
+            targets: int64 [N], rows of the item table.
+            batch: says which targets belong to which row, and which items the rows have seen.
+        """
+        row = rows_of(batch.num_candidates, len(targets))
+        pairs = better_items(self, self.trie, states[row], (targets - 1).clamp(min=0))
+        # Keys of (row, item), to drop the items that a row has seen.
+        items = len(self.trie.leaf)
+        seen = (rows_of(batch.seen_layout.lengths, len(batch.seen)) * (items + 1) + batch.seen).sort().values
+        keys = row[pairs.target] * (items + 1) + pairs.item + 1
+        place = torch.searchsorted(seen, keys)
+        is_seen = torch.cat([seen, seen.new_full((1,), -1)])[place] == keys
+        others = ~is_seen & (pairs.item + 1 != targets[pairs.target])
+        better = torch.zeros_like(targets).index_add(0, pairs.target, others.long())
+        return torch.where((targets > 0) & ~batch.repeated, 1 + better, items + 1)
+
+
+class ParallelItems(ParallelCodes):
+    """Heads that predict all codes of an item at once, with the codes of all items.
+
+    Args:
+        config, sizes, embed, width: as for `ParallelCodes`.
+        codes: int64 [items, codes].
+    """
+
+    of_items: Tensor
+
+    def __init__(
+        self,
+        config: pb.ParallelCodes,
+        sizes: tuple[int, ...],
+        embed: CodeEmbedding,
+        width: int,
+        codes: np.ndarray,
+    ):
+        super().__init__(config, sizes, embed, width)
+        self.register_buffer("of_items", torch.from_numpy(codes), persistent=False)
+
+    def score_items(self, states: Tensor) -> Tensor:
+        """Returns log P(item) of every item, float32 [B, V]."""
+        return self.scores(states, self.of_items)
+
+    def find(self, states: Tensor, width: int, seen: SeenItems) -> FoundItems:
+        """Raises: codes without an order have no prefixes; the check of the config says so first."""
+        raise ValueError("parallel codes have no prefixes to search")
+
+    def ranks(self, states: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+        """Returns the exact rank of each target; see `SequentialItems.ranks`."""
+        return rank_targets(
+            self.score_items(states),
+            None,
+            targets=targets,
+            num_targets=batch.num_candidates,
+            removed=batch.seen,
+            removed_layout=batch.seen_layout,
+            missed=batch.repeated,
+            max_scores=MAX_SCORES,
+        )
+
+
+def rows_of(counts: Tensor, total: int) -> Tensor:
+    """Returns the row of each of `total` entries, of which row b has `counts[b]`."""
+    rows = torch.arange(counts.shape[0], device=counts.device)
+    return torch.repeat_interleave(rows, counts, output_size=total)
