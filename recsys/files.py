@@ -142,14 +142,18 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
+def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
     """Holds a lock file during the block; yields False if another running process holds it.
 
     The system releases the lock when the process ends, however it ends. The file remains, which is harmless.
+
+    Args:
+        path: the lock file, created if it is missing.
+        shared: whether other processes may hold the lock too, if they share it.
     """
     with path.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:

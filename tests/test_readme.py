@@ -75,6 +75,8 @@ NOT_RUN = {
     "--item-column sku --time-column when --time-unit iso --label click=clicked --action click=clicked "
     "--item-feature brand": "tests/prepare makes ranking data of many logs",
     "recsys blend --run-dir runs/clicks": "tests of recsys.blend run it on a model that learned something",
+    "torchrun --nproc-per-node 4 -m recsys.predict --package runs/clicks/export --input data/clicks/latest "
+    "--output scores": "tests/integration/test_predict_processes.py",
     "recsys predict --run-dir runs/clicks --set 'predict.index={faiss {}}'": "it needs a package and faiss; "
     "tests/inference",
     "recsys sweep --config x.config --vary 'model.embedding_dim=[32,64]' "

@@ -154,7 +154,9 @@ class Package:
         self.cached, weights = None, None
         if self.description.cached is not None:
             entry = CachedDescription(**self.description.cached)
-            weights = load_file(folder / WEIGHTS, device=str(device))
+            # `load_file` takes "cuda" for the first GPU, not for the GPU of this process.
+            place = f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" else "cpu"
+            weights = load_file(folder / WEIGHTS, device=place)
             self.cached = CachedPrograms.load(folder, entry, self.pipeline, device, libraries, weights)
         self._program = Program(folder / MODEL, specs, device, libraries, weights)
         self.item_tower = None

@@ -83,6 +83,7 @@ class Converter:
         self.mode = mode
         self.mappings = table_mappings
         self._columns = file_columns(pipeline, mode)
+        self._skips = pipeline.data.bad_rows.policy == pb.BadRows.SKIP
         self._unknown_rates = _unknown_rates(self._columns) if mode == "train" else {}
         names = list(self._unknown_rates)
         self._name_hashes = dict(zip(names, hash_text(pa.array(names, pa.string())), strict=True))
@@ -115,7 +116,7 @@ class Converter:
         cells = self._cells(table)
         findings = self._check(table, cells)
         self._check_repeats(findings, table, origin, duplicates)
-        if self.pipeline.data.bad_rows.policy != pb.BadRows.SKIP:
+        if not self._skips:
             findings.raise_first(origin.path, origin.first_row)
         good = findings.codes == 0
         left = table
@@ -147,6 +148,7 @@ class Converter:
             cut={side: _spread(span.cut, good) for side, span in spans.items()},
             flat=flat,
             keys=table.select(list(self.pipeline.data.key_columns)) if self.mode != "train" else None,
+            bad_rows=findings.sentences,
         )
 
     def _cells(self, table: pa.Table) -> dict[str, ColumnValues]:
@@ -154,7 +156,8 @@ class Converter:
         return {column.name: cells_of(table, column) for column in present}
 
     def _check(self, table: pa.Table, cells: dict[str, ColumnValues]) -> RowFindings:
-        findings = RowFindings(table.num_rows)
+        # Training and evaluation only count bad rows; a prediction also lists them.
+        findings = RowFindings(table.num_rows, describe_all=self.mode == "predict" and self._skips)
         first: dict[int, ColumnValues] = {}
         for name, values in cells.items():
             row_checks.check_nulls(findings, values, one_array(table[name]))
