@@ -19,7 +19,8 @@ def run(call: cli.Call) -> None:
     environment.import_torchrec_quietly()
     import torch
 
-    from recsys.inference import compiler, exporter
+    from recsys.inference import compiler, exporter, triton_repository
+    from recsys.inference.package import Package
     from recsys.models import build_model
     from recsys.training import checkpoint
     from recsys.training.resume import require_same_model
@@ -38,10 +39,17 @@ def run(call: cli.Call) -> None:
     if call.dry_run:
         log.info("dry run: %d batches to compare on, nothing is written", len(rows))
         return
-    output = Path(call.flags.output or call.run_dir / "export")
-    done = exporter.export(exporter.ExportSource(pipeline, model.to(device).eval(), step, rows), output)
+    for_triton = call.flags.format == "triton"
+    output = Path(call.flags.output or call.run_dir / ("triton" if for_triton else "export"))
+    place = triton_repository.require_free(output) if for_triton else output
+    done = exporter.export(exporter.ExportSource(pipeline, model.to(device).eval(), step, rows), place)
     log.info("%d real rows agree with the evaluated model to %.1e", done.rows, done.difference)
     log.info("package: %s", done.folder)
+    if for_triton:
+        package = Package(place)
+        triton_repository.write_repository(output, package.pipeline, package.description)
+        log.info("next: tritonserver --model-repository %s", shlex.quote(str(output.resolve())))
+        return
     folder = shlex.quote(str(done.folder))
     log.info("next: python -m recsys.predict --package %s --input FILES --output DIR", folder)
 
@@ -52,8 +60,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output",
         metavar="DIR",
-        help="folder of the package; an older one in it is replaced (default: <run-dir>/export)",
+        help="folder of the package, where an older one is replaced, or of Triton's model repository "
+        "(default: <run-dir>/export, <run-dir>/triton)",
     )
+    help_format = "a package, or one within a model repository for Triton Inference Server"
+    group.add_argument("--format", choices=("package", "triton"), default="package", help=help_format)
     cli.add_checkpoint(group)
 
 

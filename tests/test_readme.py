@@ -77,6 +77,7 @@ NOT_RUN = {
     "recsys blend --run-dir runs/clicks": "tests of recsys.blend run it on a model that learned something",
     "torchrun --nproc-per-node 4 -m recsys.predict --package runs/clicks/export --input data/clicks/latest "
     "--output scores": "tests/integration/test_predict_processes.py",
+    "recsys export --run-dir runs/clicks --format triton --output models": "tests/integration/test_triton.py",
     "python examples/cpp/prepare.py runs/quickstart/export runs/quickstart/cpp": "tests/integration/"
     "test_cpp.py",
     "recsys predict --run-dir runs/clicks --set 'predict.index={faiss {}}'": "it needs a package and faiss; "

@@ -76,6 +76,8 @@ class Predictor:
         self.pipeline.data.bad_rows.CopyFrom(changed.data.bad_rows)
         self.pipeline.data.key_columns[:] = changed.data.key_columns
         self.pipeline.predict.CopyFrom(changed.predict)
+        # Only metrics read groups.
+        self.pipeline.data.ClearField("group_column")
         # Candidates of long rows are cut into pieces here, so no row is too long.
         self.pipeline.data.ClearField("max_candidates")
         rule = layout_rule(self.pipeline)
