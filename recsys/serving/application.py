@@ -180,7 +180,7 @@ async def _answer(
                 prepared = model.prepare(body)
             else:
                 prepared = await asyncio.to_thread(model.prepare, body)
-            future = model.batcher.submit(prepared, len(prepared.request.rows), until)
+            future = model.batcher.submit(prepared, len(prepared.rows), until)
             columns = await asyncio.wrap_future(future)
             text = json.dumps(model.answer(prepared, columns), ensure_ascii=False, allow_nan=False)
             return Response(text, media_type="application/json")

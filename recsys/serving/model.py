@@ -13,11 +13,12 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.data.convert.column_block import ColumnBlock
 from recsys.data.convert.converter import Origin
-from recsys.errors import DataError
 from recsys.inference.package import Package
 from recsys.inference.predictor import Predictor
+from recsys.inference.requests import for_requests
 from recsys.serving.batcher import Batcher, BatchLimits
 from recsys.serving.schema import (
+    MOST_FINDINGS,
     Failure,
     Finding,
     InvalidRequestError,
@@ -27,8 +28,6 @@ from recsys.serving.schema import (
 )
 
 _ORIGIN = Origin(path="request")
-_REMEDY = " Correct the file"
-"""Beginning of the advice that errors about files end with."""
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +37,11 @@ class Prepared:
     """A validated request.
 
     Attributes:
-        request: the pydantic model.
+        rows: pydantic models.
         k: items of each row; 0 for a model that scores candidates.
     """
 
-    request: Any
+    rows: list[Any]
     k: int
 
 
@@ -80,7 +79,7 @@ class ServingModel:
         self.version = f"step-{package.description.step}-{files.sha256(folder / files.MANIFEST)[:12]}"
         self.recommends = package.items is not None
         keys = list(package.pipeline.data.key_columns)
-        self._predictor = Predictor(package, _for_requests(package.pipeline))
+        self._predictor = Predictor(package, for_requests(package.pipeline))
         searched = self._predictor.item if package.items is not None else None
         outputs = output_types(package.pipeline, package.description.outputs, searched)
         self._tasks = package.description.outputs
@@ -96,12 +95,12 @@ class ServingModel:
             InvalidRequestError: it is no JSON, or does not fit the schema; names field and row.
         """
         request = self.schema.parse(body)
-        return Prepared(request, request.k if self.recommends else 0)
+        return Prepared(request.rows, request.k if self.recommends else 0)
 
     def answer(self, prepared: Prepared, columns: Columns) -> dict[str, Any]:
         """Puts the columns of an answer beside the request's keys; the body of the response."""
         rows = []
-        for i, given in enumerate(prepared.request.rows):
+        for i, given in enumerate(prepared.rows):
             row = {name: self.schema.values(given, name) for name in self.schema.keys}
             if self._candidates is not None:
                 row[self._candidates] = self.schema.values(given, self._candidates)
@@ -109,56 +108,49 @@ class ServingModel:
             rows.append(row)
         return {"model": self.version, "rows": rows}
 
-    def _run(self, batch: Sequence[Prepared]) -> list[Columns]:
-        """Converts and scores the rows of all requests together.
-
-        Raises:
-            InvalidRequestError: a row is bad. The batcher then calls this for each request alone, so an error
-                names the rows of the request that gets it.
-        """
-        block = self._convert([row for prepared in batch for row in prepared.request.rows])
-        rows = np.cumsum([len(prepared.request.rows) for prepared in batch])[:-1]
+    def _run(self, batch: Sequence[Prepared]) -> list[Columns | Exception]:
+        """Converts and scores the rows of all requests together. A request with a bad row gets an error."""
+        rows = [row for prepared in batch for row in prepared.rows]
+        # The time hardly depends on the number of rows, so a batch is one table.
+        block = self._predictor.convert(self.schema.table(rows), _ORIGIN)
+        ends = np.cumsum([len(prepared.rows) for prepared in batch]).tolist()
         if self.recommends:
-            k = max(prepared.k for prepared in batch)
-            best = self._predictor.best_items(block, k)
-            ids, scores = (
-                _split(best.ids.to_pylist(), best.lengths),
-                _split(best.scores.tolist(), best.lengths),
-            )
-            starts = [0, *rows.tolist(), len(ids)]
-            return [
-                {
-                    self._predictor.item: [row[: one.k] for row in ids[start:end]],
-                    features.SCORE: [row[: one.k] for row in scores[start:end]],
-                }
-                for one, start, end in zip(batch, starts[:-1], starts[1:], strict=True)
-            ]
-        lengths = block.lengths[pb.CANDIDATE]
-        flat = self._predictor.scores.of(block)
-        columns = {name: _split(flat[:, i].tolist(), lengths) for i, name in enumerate(self._tasks)}
-        starts = [0, *rows.tolist(), len(lengths)]
-        return [
-            {name: values[start:end] for name, values in columns.items()}
-            for start, end in zip(starts[:-1], starts[1:], strict=True)
-        ]
+            columns = self._recommend(block, max(prepared.k for prepared in batch))
+        else:
+            columns = self._score(block)
+        answers: list[Columns | Exception] = []
+        for prepared, end in zip(batch, ends, strict=True):
+            start = end - len(prepared.rows)
+            bad = {row - start: block.bad_rows[row] for row in range(start, end) if row in block.bad_rows}
+            if bad:
+                answers.append(_refused(bad))
+                continue
+            mine = {name: values[start:end] for name, values in columns.items()}
+            if self.recommends:
+                mine = {name: [row[: prepared.k] for row in values] for name, values in mine.items()}
+            answers.append(mine)
+        return answers
 
-    def _convert(self, rows: list[Any]) -> ColumnBlock:
-        """Converts validated rows. The time hardly depends on their number, so a batch is one table."""
-        try:
-            return self._predictor.convert(self.schema.table(rows), _ORIGIN)
-        except DataError as error:
-            message = str(error).partition(_REMEDY)[0]
-            failure = Failure(error="a row is bad", findings=[Finding(field="rows", message=message)])
-            raise InvalidRequestError(422, failure) from None
+    def _recommend(self, block: ColumnBlock, k: int) -> Columns:
+        """Searches the best `k` items of each row."""
+        best = self._predictor.best_items(block, k)
+        return {
+            self._predictor.item: _split(best.ids.to_pylist(), best.lengths),
+            features.SCORE: _split(best.scores.tolist(), best.lengths),
+        }
+
+    def _score(self, block: ColumnBlock) -> Columns:
+        """Scores the candidates of each row."""
+        flat, lengths = self._predictor.scores.of(block), block.lengths[pb.CANDIDATE]
+        return {name: _split(flat[:, i].tolist(), lengths) for i, name in enumerate(self._tasks)}
 
 
-def _for_requests(pipeline: pb.Pipeline) -> pb.Pipeline:
-    """Changes a package's config for requests: keys need not be unique, and bad rows are errors."""
-    data = pipeline.data
-    data.ClearField("key_columns")
-    data.ClearField("group_column")
-    data.ClearField("bad_rows")
-    return pipeline
+def _refused(bad: dict[int, str]) -> InvalidRequestError:
+    """Returns the error about a request's bad rows, given a sentence for each by its index."""
+    findings = [Finding(field=f"rows[{row}]", message=sentence) for row, sentence in bad.items()]
+    more = len(findings) - MOST_FINDINGS
+    said = f"rows are bad{f'; {more} more findings' if more > 0 else ''}"
+    return InvalidRequestError(422, Failure(error=said, findings=findings[:MOST_FINDINGS]))
 
 
 def _split(values: list[Any], lengths: np.ndarray) -> list[list[Any]]:

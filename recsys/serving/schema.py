@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from recsys import protos as pb
 from recsys.config import features
-from recsys.data.arrow import first_line, is_text
+from recsys.data.arrow import is_text
 from recsys.data.schema.contract import FileColumn, Kind, file_columns
 from recsys.data.schema.vocabulary import id_type
 
@@ -153,23 +153,31 @@ class RequestSchema:
             raise InvalidRequestError(422, failure) from None
 
     def table(self, rows: list[Any]) -> pa.Table:
-        """Returns the columns that the package reads, of validated rows.
-
-        Raises:
-            InvalidRequestError: a column is given in some rows only, or has ids of two types.
-        """
+        """Returns the columns that the package reads, of validated rows of any requests."""
         columns: dict[str, pa.Array] = {}
         for field in self._fields:
             values = [getattr(row, self._names[field.name]) for row in rows]
             if not field.required and None in values:
-                if any(value is not None for value in values):
-                    raise _unfit(field.name, "give it in all rows of a request, or in none")
-                continue
+                if all(value is None for value in values):
+                    continue
+                # Another request of the batch gives the times of its candidates.
+                values = [
+                    self._times(row) if value is None else value
+                    for row, value in zip(rows, values, strict=True)
+                ]
             try:
                 columns[field.name] = pa.array(values, field.kind)
-            except (pa.ArrowException, ValueError, TypeError) as error:
-                raise _unfit(field.name, first_line(error)) from None
+            except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError):
+                # Hashed ids may be integers in one row and texts in the next; 7 and "7" are the same id.
+                if field.kind is not None:
+                    raise
+                columns[field.name] = pa.array([_as_text(value) for value in values])
         return pa.table(columns)
+
+    def _times(self, row: Any) -> list[int]:
+        """Returns the request's time for each candidate of a row: the default of the only optional column."""
+        candidates = next(name for name in self._names if name.startswith(features.PREFIX[pb.CANDIDATE]))
+        return [self.values(row, features.REQUEST_TIME)] * len(self.values(row, candidates))
 
     def values(self, row: Any, name: str) -> Any:
         """Returns the value of a column of a validated row."""
@@ -235,9 +243,9 @@ def _place(location: tuple[int | str, ...]) -> str:
     return place
 
 
-def _unfit(column: str, message: str) -> InvalidRequestError:
-    finding = Finding(field=f"rows[].{column}", message=message)
-    return InvalidRequestError(422, Failure(error="the request does not fit", findings=[finding]))
+def _as_text(value: Any) -> Any:
+    """Returns ids, within any lists, as texts."""
+    return [_as_text(inner) for inner in value] if isinstance(value, list) else str(value)
 
 
 def output_types(pipeline: pb.Pipeline, outputs: list[str], searched: str | None) -> dict[str, Any]:
