@@ -1,12 +1,10 @@
 """`python -m recsys.serve`: scores or recommendations of a package over HTTP."""
 
-import argparse
 from collections.abc import Sequence
 
 from recsys import cli, environment
 from recsys.errors import ConfigError, InstallationError
-from recsys.flags import between
-from recsys.predict import package_folder, packaged_config
+from recsys.serve_flags import add_flags, check, first_config, folders
 
 _MIB = 1 << 20
 
@@ -28,10 +26,14 @@ def run(call: cli.Call) -> None:
         raise InstallationError(what) from error
 
     token = server.read_token(flags.token_file, flags.token_env)
+    check(flags, token)
     max_body = flags.max_body_mib * _MIB
+    settings = server.ServerSettings(
+        flags.host, flags.port, flags.grace_s, flags.share or 0.0, flags.page_rows, flags.item_names
+    )
     server.serve(
-        package_folder(flags),
-        server.ServerSettings(flags.host, flags.port, flags.grace_s),
+        folders(flags),
+        settings,
         ServingOptions(flags.deadline_ms / 1000, flags.max_queue, max_body, 8 * max_body, token),
         RequestLimits(flags.max_rows, flags.max_history, flags.max_candidates),
         BatchLimits(flags.max_batch, flags.max_wait_ms / 1000, flags.max_queue),
@@ -39,34 +41,9 @@ def run(call: cli.Call) -> None:
     )
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("serve flags")
-    group.add_argument("--package", metavar="DIR", help="folder of recsys.export (default: <run-dir>/export)")
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default: this machine only)"
-    )
-    group.add_argument("--token-file", metavar="FILE", help="file with the token that requests must bear")
-    group.add_argument("--token-env", metavar="NAME", help="environment variable with that token")
-    for name, kind, default, least, about in (
-        ("port", int, 8000, 0, "port to listen at; 0 takes a free one"),
-        ("max-wait-ms", float, 2.0, 0, "how long the first request of a batch waits for others"),
-        ("max-batch", int, 64, 1, "rows that are scored together"),
-        ("max-queue", int, 128, 1, "rows, and requests, that wait; more are answered 503"),
-        ("deadline-ms", float, 1000.0, 1, "time for an answer; later ones are 504"),
-        ("max-body-mib", int, 8, 1, "size of a request; larger ones are answered 413"),
-        ("max-rows", int, 256, 1, "rows of a request"),
-        ("max-history", int, 10_000, 1, "events of a row"),
-        ("max-candidates", int, 4_096, 1, "candidates of a row"),
-        ("grace-s", float, 20.0, 1, "time for requests in flight after SIGTERM"),
-    ):
-        shown = f"{about} (default: {default:g})"
-        most = 65_535 if name == "port" else 10**9
-        group.add_argument(f"--{name}", type=between(least, most, kind), default=default, help=shown)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("serve", run, arguments, add_flags=_add_flags, config_file=packaged_config)
+    return cli.main("serve", run, arguments, add_flags=add_flags, config_file=first_config)
 
 
 if __name__ == "__main__":

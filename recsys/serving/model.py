@@ -39,10 +39,12 @@ class Prepared:
     Attributes:
         rows: pydantic models.
         k: items of each row; 0 for a model that scores candidates.
+        places: the places of the rows in the request that they come from.
     """
 
     rows: list[Any]
     k: int
+    places: Sequence[int]
 
 
 Columns = dict[str, list[list[Any]]]
@@ -59,6 +61,8 @@ class ServingModel:
         observe: called with the number of rows of each batch.
 
     Attributes:
+        folder: folder of the package.
+        pipeline: the package's config.
         version: step, and the beginning of the hash of the package's manifest.
         recommends: True if it searches items, False if it scores candidates.
 
@@ -75,7 +79,7 @@ class ServingModel:
         observe: Callable[[int], None] = lambda rows: None,
     ) -> None:
         package = Package(folder)
-        self.folder = folder
+        self.folder, self.pipeline = folder, package.pipeline
         self.version = f"step-{package.description.step}-{files.sha256(folder / files.MANIFEST)[:12]}"
         self.recommends = package.items is not None
         keys = list(package.pipeline.data.key_columns)
@@ -88,17 +92,18 @@ class ServingModel:
         self.schema = RequestSchema(package.pipeline, keys, outputs, max_items, requests)
         self.batcher: Batcher[Prepared, Columns] = Batcher(self._run, batches, observe)
 
-    def prepare(self, body: bytes) -> Prepared:
-        """Validates the body of a request. Its rows are converted with those of its batch.
+    def prepare(self, body: bytes | dict[str, Any]) -> Prepared:
+        """Validates a request, as JSON or as an object. Its rows are converted with those of its batch.
 
         Raises:
             InvalidRequestError: it is no JSON, or does not fit the schema; names field and row.
         """
         request = self.schema.parse(body)
-        return Prepared(request.rows, request.k if self.recommends else 0)
+        places = range(len(request.rows))
+        return Prepared(request.rows, request.k if self.recommends else 0, places)
 
-    def answer(self, prepared: Prepared, columns: Columns) -> dict[str, Any]:
-        """Puts the columns of an answer beside the request's keys; the body of the response."""
+    def answer_rows(self, prepared: Prepared, columns: Columns) -> list[dict[str, Any]]:
+        """Puts the columns of an answer beside the request's keys; the rows of the response."""
         rows = []
         for i, given in enumerate(prepared.rows):
             row = {name: self.schema.values(given, name) for name in self.schema.keys}
@@ -106,7 +111,7 @@ class ServingModel:
                 row[self._candidates] = self.schema.values(given, self._candidates)
             row |= {name: values[i] for name, values in columns.items()}
             rows.append(row)
-        return {"model": self.version, "rows": rows}
+        return rows
 
     def _run(self, batch: Sequence[Prepared]) -> list[Columns | Exception]:
         """Converts and scores the rows of all requests together. A request with a bad row gets an error."""
@@ -121,7 +126,11 @@ class ServingModel:
         answers: list[Columns | Exception] = []
         for prepared, end in zip(batch, ends, strict=True):
             start = end - len(prepared.rows)
-            bad = {row - start: block.bad_rows[row] for row in range(start, end) if row in block.bad_rows}
+            bad = {
+                place: block.bad_rows[row]
+                for place, row in zip(prepared.places, range(start, end), strict=True)
+                if row in block.bad_rows
+            }
             if bad:
                 answers.append(_refused(bad))
                 continue

@@ -129,17 +129,26 @@ class RequestSchema:
         self.answer = create_model(
             "Answer",
             __config__=_STRICT,
-            model=(str, Field(description="Version of the package that answered.")),
+            model=(
+                str | None,
+                Field(description="Version of the package that answered; null if two answered rows of it."),
+            ),
+            models=(
+                list[str],
+                Field(None, description="Only with two packages: version of the one that answered each row."),
+            ),
             rows=(list[answered], Field(description="One row for each row of the request, in its order.")),
         )
 
-    def parse(self, body: bytes) -> Any:
-        """Validates the JSON of a request, and returns an instance of `request`.
+    def parse(self, body: bytes | dict[str, Any]) -> Any:
+        """Validates a request, as JSON or as an object, and returns an instance of `request`.
 
         Raises:
             InvalidRequestError: status 400 for what is no JSON, 422 for what does not fit.
         """
         try:
+            if isinstance(body, dict):
+                return self.request.model_validate(body)
             return self.request.model_validate_json(body)
         except ValidationError as error:
             found = error.errors(include_url=False, include_context=False, include_input=False)
@@ -182,6 +191,10 @@ class RequestSchema:
     def values(self, row: Any, name: str) -> Any:
         """Returns the value of a column of a validated row."""
         return getattr(row, self._names[name])
+
+    def user(self, row: Any) -> Any:
+        """Returns the first key column of a validated row; None if the row or the package has none."""
+        return self.values(row, self.keys[0]) if self.keys else None
 
 
 def _declared(column: FileColumn, limits: RequestLimits) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,11 @@ import uvicorn
 from recsys.errors import ConfigError, RecsysError
 from recsys.serving.application import ServingOptions, create_app
 from recsys.serving.batcher import BatchLimits
+from recsys.serving.experiment import NAMES, Experiment
 from recsys.serving.json_logs import json_lines
 from recsys.serving.metrics import Metrics
 from recsys.serving.model import ServingModel
+from recsys.serving.page import Page
 from recsys.serving.reload import ModelHolder
 from recsys.serving.schema import RequestLimits
 
@@ -35,15 +37,21 @@ class ServerSettings:
     Attributes:
         host, port: address; port 0 takes a free one.
         grace: seconds in which requests in flight may finish after SIGTERM.
+        share: share of the users whom the second of two packages answers.
+        page_rows: files with rows of the users that the page at `/` knows; empty for no page.
+        item_names: file with the names of items for that page.
     """
 
     host: str
     port: int
     grace: float
+    share: float = 0.0
+    page_rows: Sequence[str] = ()
+    item_names: str | None = None
 
 
 def serve(
-    folder: Path,
+    folders: Sequence[Path],
     settings: ServerSettings,
     options: ServingOptions,
     requests: RequestLimits,
@@ -51,11 +59,12 @@ def serve(
     *,
     dry_run: bool = False,
 ) -> None:
-    """Serves a package until SIGTERM or Ctrl-C; the requests in flight are answered first.
+    """Serves one package or two until SIGTERM or Ctrl-C; the requests in flight are answered first.
 
-    A dry run loads the package and takes the address, and ends.
+    A dry run loads the packages and takes the address, and ends.
 
     Raises:
+        ConfigError: two packages take different requests, or the page cannot be made.
         PackageError: the package cannot be used.
         RecsysError: the address cannot be used, or requests were cut off because the grace period was over.
     """
@@ -64,10 +73,24 @@ def serve(
     def load(place: Path) -> ServingModel:
         return ServingModel(place, requests, batches, lambda rows: metrics.batch_rows.observe(rows))
 
+    def observer(name: str) -> Callable[[ServingModel], None]:
+        return lambda model: metrics.set_model(name, model.version)
+
     with json_lines(), _listen(settings) as listening:
-        holder = ModelHolder(load(folder), load, lambda model: metrics.set_model(model.version))
+        experiment = Experiment(
+            [
+                ModelHolder(load(folder), load, observer(name))
+                for name, folder in zip(NAMES, folders, strict=False)
+            ],
+            settings.share,
+        )
+        page = None
+        if settings.page_rows:
+            page = Page(experiment.first.pipeline, settings.page_rows, settings.item_names)
         server: uvicorn.Server | None = None
-        app = create_app(holder, metrics, options, lambda: server is not None and server.should_exit)
+        app = create_app(
+            experiment, metrics, options, lambda: server is not None and server.should_exit, page
+        )
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -84,14 +107,15 @@ def serve(
         if settings.host not in _LOOPBACK and options.token is None:
             log.warning("whoever reaches %s can ask this server: it needs no token", settings.host)
         host, port = listening.getsockname()[:2]
-        fields = {"host": host, "port": port, "model": holder.current.version}
+        versions = " ".join(holder.current.version for holder in experiment.holders)
+        fields = {"host": host, "port": port, "model": versions}
         log.info("listening" if not dry_run else "dry run: would listen", extra={"fields": fields})
         if dry_run:
-            holder.close(settings.grace)
+            experiment.close(settings.grace)
             return
         with _quiet_sigterm():
             server.run(sockets=[listening])
-        if not holder.close(settings.grace):
+        if not experiment.close(settings.grace):
             raise RecsysError(f"a computation did not end within {settings.grace:g} s and was cut off")
         log.info("stopped")
 

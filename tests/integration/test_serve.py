@@ -311,7 +311,7 @@ def test_a_broken_package_leaves_the_old_one_and_a_new_one_takes_over_without_a_
     for place, answer in answers:
         assert same(answer.json()["rows"], [expected.answers[place]])
     text = server.client.get("/metrics").text
-    assert f'recsys_model_info{{version="{after}"}} 1.0' in text and before not in text
+    assert f'recsys_model_info{{package="A",version="{after}"}} 1.0' in text and before not in text
 
 
 def test_overload_is_answered_and_sigterm_loses_nothing(packages, rows, expected):

@@ -120,7 +120,7 @@ def join(blocks: list[ColumnBlock], order: np.ndarray | None = None) -> ColumnBl
 def pick(column: FlatColumn, elements: np.ndarray | slice) -> FlatColumn:
     """Selects elements of a column, by indices or a slice from `flat_indices`."""
     if column.offsets is None:
-        return column._replace(values=column.values[elements])
+        return FlatColumn(column.side, column.values[elements])
     if isinstance(elements, slice):
         offsets = column.offsets[elements.start : elements.stop + 1]
         return FlatColumn(column.side, column.values[offsets[0] : offsets[-1]], offsets - offsets[0])

@@ -7,6 +7,7 @@ columns and types of a whole file.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -108,7 +109,7 @@ class Lists:
         offsets = column.offsets.to_numpy().astype(np.int64, copy=False)
         return cls(offsets - offsets[0], column.values.slice(offsets[0], offsets[-1] - offsets[0]))
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Number of values of each row, int64 [rows]."""
         return np.diff(self.offsets)
