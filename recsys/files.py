@@ -19,7 +19,7 @@ from typing import BinaryIO
 from recsys import typed_json
 from recsys.errors import RecsysError
 
-MANIFEST = "manifest.json"
+MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 
 
 def sha256(file: Path | BinaryIO) -> str:
@@ -161,8 +161,9 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes `manifest.json` with the hash and size in bytes of every other file of a folder."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    """Writes `manifest.json` with hash and size in bytes of every other file of a folder but an old
+    signature."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (MANIFEST, SIGNATURE))
     files = {str(p.relative_to(folder)): {"sha256": sha256(p), "bytes": p.stat().st_size} for p in paths}
     write_text(folder / MANIFEST, json.dumps({"files": files}, indent=1))
 
@@ -188,10 +189,19 @@ def manifest_faults(folder: Path) -> list[str]:
     return faults
 
 
+def listed_names(folder: Path) -> list[str]:
+    """Returns the names in a folder's manifest, as they stand there.
+
+    Raises:
+        OSError, ValueError, TypeError: there is no manifest that can be read.
+    """
+    return list(_listed(folder))
+
+
 def not_in_manifest(folder: Path) -> list[Path]:
     """Returns the files of a folder that its manifest does not name, sorted; all files without a manifest."""
     try:
-        listed = {folder / name for name in [MANIFEST, *_listed(folder)]}
+        listed = {folder / name for name in [MANIFEST, SIGNATURE, *_listed(folder)]}
     except (OSError, ValueError, TypeError):
         listed = set()
     return sorted(path for path in folder.rglob("*") if not path.is_dir() and path not in listed)

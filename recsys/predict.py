@@ -8,9 +8,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import recsys.config as config
 from recsys import cli
 from recsys.errors import ConfigError
+from recsys.package_flags import add_verify_key, package_folder, packaged_config
 
 MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
 """Fields of a package's config that `--set` may change; all other fields were compiled in."""
@@ -37,7 +37,8 @@ def run(call: cli.Call) -> None:
 
     # The process group comes first, because it chooses the GPU of this process.
     with process_group(PATIENCE):
-        predictor = Predictor(Package(package_folder(call.flags)), call.pipeline)
+        package = Package(package_folder(call.flags), verify_key=call.flags.verify_key)
+        predictor = Predictor(package, call.pipeline)
         source = open_source(given_source(call.flags.input, call.pipeline), predictor.pipeline)
         if call.dry_run:
             log.info("dry run: the package answers its golden rows; %d rows would be scored", source.num_rows)
@@ -46,26 +47,10 @@ def run(call: cli.Call) -> None:
     log.info("%d rows, %d of them left out as bad: %s", done.rows, done.left_out, done.folder)
 
 
-def package_folder(flags: argparse.Namespace) -> Path:
-    """Returns the folder that `--package` names, or the package in the run folder."""
-    if flags.package or flags.run_dir:
-        return Path(flags.package or Path(flags.run_dir) / "export")
-    raise ConfigError("--package: not given; name a folder of recsys.export, or its run in --run-dir")
-
-
-def packaged_config(flags: argparse.Namespace) -> Path:
-    """Returns the config in the package that the flags name."""
-    if flags.config is not None:
-        raise ConfigError("--config: a package carries its own config; change it with --set")
-    path = package_folder(flags) / config.FILE_NAME
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no package here; `python -m recsys.export` makes one from a run")
-    return path
-
-
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("predict flags")
     group.add_argument("--package", metavar="DIR", help="folder of recsys.export (default: <run-dir>/export)")
+    add_verify_key(group)
     files = "parquet or .csv files, folders or patterns (default: data.test)"
     group.add_argument("--input", metavar="PATH", nargs="+", help=files)
     group.add_argument("--output", metavar="DIR", help="predictions (default: <run-dir>/predictions)")

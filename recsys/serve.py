@@ -29,7 +29,13 @@ def run(call: cli.Call) -> None:
     check(flags, token)
     max_body = flags.max_body_mib * _MIB
     settings = server.ServerSettings(
-        flags.host, flags.port, flags.grace_s, flags.share or 0.0, flags.page_rows, flags.item_names
+        flags.host,
+        flags.port,
+        flags.grace_s,
+        flags.share or 0.0,
+        flags.page_rows,
+        flags.item_names,
+        flags.verify_key,
     )
     server.serve(
         folders(flags),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recsys.errors import ConfigError
 from recsys.flags import between
-from recsys.predict import package_folder, packaged_config
+from recsys.package_flags import add_verify_key, package_folder, packaged_config
 
 
 def folders(flags: argparse.Namespace) -> list[Path]:
@@ -43,6 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="folder of recsys.export (default: <run-dir>/export); twice to compare two, see --share",
     )
+    add_verify_key(group)
     group.add_argument(
         "--share",
         metavar="SHARE",

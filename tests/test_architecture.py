@@ -29,7 +29,7 @@ LAYERS = (
     {"api"},
     {"cli", "doctor_checks", "train", "evaluate", "export", "predict", "serve", "doctor"}
     | {"baseline", "blend", "sweep", "__main__", "compile_protos", "init", "install", "resources"}
-    | {"serve_flags"},
+    | {"package_flags", "serve_flags"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = ("train", "evaluate", "export", "predict", "serve", "doctor")

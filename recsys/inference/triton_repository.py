@@ -18,7 +18,7 @@ from recsys.data.arrow import is_text as is_text_type
 from recsys.data.schema.contract import FileColumn, Kind, file_columns
 from recsys.data.schema.vocabulary import id_type
 from recsys.errors import RecsysError
-from recsys.inference.package import Description
+from recsys.inference.package import Description, Package
 
 MODEL, VERSION, PACKAGE = "recommender", "1", "package"
 
@@ -55,17 +55,12 @@ def require_free(repository: Path) -> Path:
     return model / VERSION / PACKAGE
 
 
-def write_repository(repository: Path, pipeline: pb.Pipeline, description: Description) -> None:
-    """Writes the files around the package that is already in `require_free`'s folder.
-
-    Args:
-        repository: folder of the repository.
-        pipeline: the package's config; its vocabulary files must exist.
-        description: the package's description.
-    """
+def write_repository(repository: Path) -> None:
+    """Writes the files around the package that is already in `require_free`'s folder."""
     model = repository / MODEL
+    package = Package(model / VERSION / PACKAGE)
     files.write_text(model / VERSION / "model.py", MODEL_PY)
-    files.write_text(model / "config.pbtxt", model_config(pipeline, description))
+    files.write_text(model / "config.pbtxt", model_config(package.pipeline, package.description))
 
 
 def model_config(pipeline: pb.Pipeline, description: Description) -> str:

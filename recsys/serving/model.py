@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,10 +51,10 @@ Columns = dict[str, list[list[Any]]]
 
 
 class ServingModel:
-    """A package that answers requests. Loading checks hashes and golden rows, as every `Package` does.
+    """A package that answers requests.
 
     Args:
-        folder: folder of the package.
+        package: the package.
         requests: bounds of a request.
         batches: bounds of batches and of the queue.
         observe: called with the number of rows of each batch.
@@ -67,20 +66,18 @@ class ServingModel:
         recommends: True if it searches items, False if it scores candidates.
 
     Raises:
-        PackageError: the package is damaged, or computes something else here.
         DataError: a vocabulary cannot be used.
     """
 
     def __init__(
         self,
-        folder: Path,
+        package: Package,
         requests: RequestLimits,
         batches: BatchLimits,
         observe: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        package = Package(folder)
-        self.folder, self.pipeline = folder, package.pipeline
-        self.version = f"step-{package.description.step}-{files.sha256(folder / files.MANIFEST)[:12]}"
+        self.folder, self.pipeline = package.folder, package.pipeline
+        self.version = f"step-{package.description.step}-{files.sha256(self.folder / files.MANIFEST)[:12]}"
         self.recommends = package.items is not None
         keys = list(package.pipeline.data.key_columns)
         self._predictor = Predictor(package, for_requests(package.pipeline))

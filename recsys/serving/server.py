@@ -12,6 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from recsys.errors import ConfigError, RecsysError
+from recsys.inference.package import Package
 from recsys.serving.application import ServingOptions, create_app
 from recsys.serving.batcher import BatchLimits
 from recsys.serving.experiment import NAMES, Experiment
@@ -40,6 +41,7 @@ class ServerSettings:
         share: share of the users whom the second of two packages answers.
         page_rows: files with rows of the users that the page at `/` knows; empty for no page.
         item_names: file with the names of items for that page.
+        verify_key: file of the public key that must have signed each package, also at a reload.
     """
 
     host: str
@@ -48,6 +50,7 @@ class ServerSettings:
     share: float = 0.0
     page_rows: Sequence[str] = ()
     item_names: str | None = None
+    verify_key: Path | None = None
 
 
 def serve(
@@ -71,7 +74,8 @@ def serve(
     metrics = Metrics()
 
     def load(place: Path) -> ServingModel:
-        return ServingModel(place, requests, batches, lambda rows: metrics.batch_rows.observe(rows))
+        package = Package(place, verify_key=settings.verify_key)
+        return ServingModel(package, requests, batches, lambda rows: metrics.batch_rows.observe(rows))
 
     def observer(name: str) -> Callable[[ServingModel], None]:
         return lambda model: metrics.set_model(name, model.version)

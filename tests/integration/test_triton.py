@@ -90,8 +90,7 @@ def utils(monkeypatch):
 def repository_of(package, folder):
     """A repository around a package that is there already."""
     shutil.copytree(package, require_free(folder))
-    loaded = Package(package)
-    write_repository(folder, loaded.pipeline, loaded.description)
+    write_repository(folder)
     return folder / "recommender"
 
 
