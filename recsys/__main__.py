@@ -34,10 +34,10 @@ COMMANDS = {
     "train": Command("recsys.train", "train a model, or continue a run that stopped"),
     "evaluate": Command("recsys.evaluate", "measure a trained model on a split"),
     "sweep": Command("recsys.sweep", "train combinations of settings, compare them on validation"),
-    "baseline": Command("recsys.baseline", "measure baselines without training on a split"),
+    "baseline": Command("recsys.baseline", "measure baselines that need no training"),
     "blend": Command("recsys.blend", "blend a trained model with item co-occurrence"),
     "export": Command("recsys.export", "compile a trained model into a package"),
-    "compile-protos": Command("recsys.compile_protos", "compile the .proto files of a package of yours"),
+    "compile-protos": Command("recsys.compile_protos", "compile the .proto files of your package"),
     "predict": Command("recsys.predict", "score or recommend with a package"),
     "serve": Command("recsys.serve", "score or recommend over HTTP with a package"),
 }
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=PrintVersions, help="print versions, stop")
     try:
-        name, rest = split_command(parser, COMMANDS, sys.argv[1:] if arguments is None else arguments)
-        return importlib.import_module(COMMANDS[name].module).main(rest)
+        name, flags = split_command(parser, COMMANDS, sys.argv[1:] if arguments is None else arguments)
+        return importlib.import_module(COMMANDS[name].module).main(flags)
     except BrokenPipeError:
         return closed_pipe()
 

@@ -2,7 +2,7 @@
 
 An entry point is a function of a `Call` and one line, `return cli.main("train", run, arguments)`. Exit codes:
 0 success, 1 run-time error, 2 usage or config, 3 data, 4 non-finite loss, 5 installation, 130 and 143 after a
-signal, 141 if nobody reads the output any more.
+signal, 141 if the output is no longer read.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main(
         config_file: returns the path of a package's resolved config; the files that the config names are not
             looked up.
     """
-    parser = _parser(command, run, needs_config, own_config=config_file is not None)
+    parser = _parser(command, run, needs_config, packaged_config=config_file is not None)
     if add_flags is not None:
         add_flags(parser)
     flags = parser.parse_args(argv)
@@ -93,7 +93,7 @@ def main(
     environment.quiet_torch()
     with _log_to_stderr(flags.log_level):
         if _is_first_process() and environment.protos_differ():
-            logger.warning("recsys/protos was compiled from other protos: %s", environment.COMPILE_PROTOS)
+            logger.warning("recsys/protos does not match protos/; type: %s", environment.COMPILE_PROTOS)
         return _guard(_recorded(lambda: _prepare_and_run(command, run, flags, needs_config, config_file)))
 
 
@@ -261,14 +261,14 @@ def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
 
 
 def _parser(
-    command: str, run: Callable[[Call], None], needs_config: bool, *, own_config: bool
+    command: str, run: Callable[[Call], None], needs_config: bool, *, packaged_config: bool
 ) -> argparse.ArgumentParser:
     description = (run.__doc__ or "").strip().split("\n")[0]
     parser = Parser(f"python -m recsys.{command}", description=description, allow_abbrev=False)
     shared = parser.add_argument_group("shared flags")
-    wanted = "needed, unless --run-dir is the folder of a run" if needs_config else "optional"
+    wanted = "required, unless --run-dir is the folder of a run" if needs_config else "optional"
     # Commands that find their config themselves accept the flag too, to explain this if it is given.
-    about = argparse.SUPPRESS if own_config else f"the .config file; {wanted}"
+    about = argparse.SUPPRESS if packaged_config else f"the .config file; {wanted}"
     shared.add_argument("--config", metavar="FILE", help=about)
     shared.add_argument(
         "--set",
@@ -284,10 +284,10 @@ def _parser(
         metavar="MODULE",
         action="append",
         default=[],
-        help="import a Python module that adds components of its own, see docs/extending.md; a run remembers "
+        help="import a Python module that adds components, see docs/extending.md; a run remembers "
         "it; may be repeated",
     )
-    default = "" if own_config else " (default: runs/<name of the config>)"
+    default = "" if packaged_config else " (default: runs/<name of the config>)"
     shared.add_argument("--run-dir", metavar="DIR", help=f"folder of the run{default}")
     shared.add_argument(
         "--validate", action="store_true", help="check the config, print ok or all findings, stop"

@@ -96,23 +96,23 @@ def check_versions(versions: dict[str, str]) -> Iterator[CheckResult]:
         return
     row = environment.tested_row(torch)
     if row is None:
-        known = ", ".join(row.torch for row in environment.TESTED)
+        tested = ", ".join(row.torch for row in environment.TESTED)
         yield CheckResult(
-            "error", "torch", f"{torch}; tested: {known}", f"pip uninstall -y torch && {REINSTALL}"
+            "error", "torch", f"{torch}; tested: {tested}", f"pip uninstall -y torch && {REINSTALL}"
         )
         return
     yield CheckResult("ok", "torch", torch)
     for name, wanted in (("fbgemm-gpu", row.fbgemm), ("torchrec", row.torchrec), ("torchmetrics", "1.0.3")):
-        found = versions.get(name, "not installed")
-        right = found.split("+")[0] == wanted
-        detail = found if right else f"{found}; torch {row.torch} wants {wanted}"
+        installed = versions.get(name, "not installed")
+        right = installed.split("+")[0] == wanted
+        detail = installed if right else f"{installed}; torch {row.torch} needs {wanted}"
         yield CheckResult("ok" if right else "error", name, detail, "" if right else REINSTALL)
 
 
 def compare_protos() -> str:
     """Checks that the config language was compiled from the `.proto` files beside it."""
     if environment.protos_differ():
-        raise WrongResult("recsys/protos was not compiled from what protos/ is now")
+        raise WrongResult("recsys/protos is out of date: protos/ has changed since it was compiled")
     return "compiled"
 
 
@@ -123,7 +123,7 @@ def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Check
         return
     cpu_build = fbgemm.endswith("+cpu")
     if driver is not None and cpu_build:
-        detail = "an NVIDIA driver is there, but fbgemm is the CPU build: GPUs stay idle"
+        detail = "an NVIDIA driver is installed, but fbgemm is the CPU build: GPUs stay idle"
         remedy = REINSTALL
         if versions.get("torch", "").endswith("+cpu"):
             remedy = f"pip uninstall -y torch && {REINSTALL}"
@@ -174,7 +174,7 @@ def describe_device() -> str:
         count = torch.cuda.device_count()
         return f"{count} x {torch.cuda.get_device_name()} (sm_{major}{minor}), CUDA {torch.version.cuda}"
     if environment.driver_version() is not None:
-        raise WrongResult("an NVIDIA driver is there, but torch sees no GPU")
+        raise WrongResult("an NVIDIA driver is installed, but torch sees no GPU")
     return f"CPU, {torch.get_num_threads()} threads"
 
 
@@ -201,7 +201,7 @@ def explain_ops() -> str:
         q = torch.zeros(5, 2, 16, dtype=dtype, device=device)
         row, scale = q.flatten(1), torch.ones(32, device=device)
         square, place = torch.zeros(32, 32, device=device), torch.zeros(5, dtype=torch.int64, device=device)
-        found = (
+        table_kinds = (
             ops.explain("hstu_attention", q, q, q, layout, scale_len=8),
             ops.explain("hstu_attention_cached", q, q, q, layout, q, q, layout, scale_len=8),
             ops.explain("softmax_attention", q, q, q, layout),
@@ -213,7 +213,7 @@ def explain_ops() -> str:
             ops.explain("gather_rows", [row, row], place),
             ops.explain("bucket_embedding", row, [row], [place]),
         )
-        tables += [f"{dtype}: {one}" for one in found]
+        tables += [f"{dtype}: {kind}" for kind in table_kinds]
     return "\n".join(tables)
 
 
@@ -251,7 +251,7 @@ def compile_a_package() -> str:
         exported = torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
         path = inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "tiny.pt2"))
         package = inductor.aoti_load_package(path)
-        other = torch.linspace(-1, 1, 3 * 4).view(3, 4)
-        if not torch.allclose(package(other), model(other), atol=1e-5):
+        larger_input = torch.linspace(-1, 1, 3 * 4).view(3, 4)
+        if not torch.allclose(package(larger_input), model(larger_input), atol=1e-5):
             raise WrongResult("a compiled package disagrees with the model that it was made from")
     return "compiled, loaded, equal to eager"

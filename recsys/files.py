@@ -91,7 +91,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
     aside.mkdir(parents=True, exist_ok=True)
     with _own_folder(aside) as is_ours:
         if not is_ours:
-            raise RecsysError(f"{path}: another process is writing this folder; wait for it, or take another")
+            raise RecsysError(
+                f"{path}: another process is writing this folder; wait for it, or name another folder"
+            )
         try:
             yield aside
             publish(aside, path)
@@ -110,8 +112,8 @@ def _own_folder(path: Path) -> Iterator[bool]:
             is_ours = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
         except BlockingIOError:
             is_ours = False
-        for left in path.iterdir() if is_ours else ():
-            remove(left)
+        for leftover in path.iterdir() if is_ours else ():
+            remove(leftover)
         yield is_ours
     finally:
         os.close(descriptor)
@@ -133,8 +135,8 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        there = next(path for path in [folder, *folder.absolute().parents] if path.exists())
-        free = shutil.disk_usage(there).free
+        existing = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+        free = shutil.disk_usage(existing).free
         raise RecsysError(
             f"no space left on {folder} ({error}): {free:,} bytes are free. Make room and start the same "
             "command again"

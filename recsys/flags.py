@@ -31,10 +31,14 @@ class Parser(argparse.ArgumentParser):
         """Parses arguments; if a shell asks for completions, prints them and ends the process."""
         if COMPLETING in os.environ:
             _complete(self)
+        self._arguments = sys.argv[1:] if args is None else list(args)
+        self._require_values()
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake and ends the process with exit code 2."""
+        if message.startswith("the following arguments are required"):
+            message = self._unrecognized() or message
         unknown = message.removeprefix("unrecognized arguments: ").split()
         flags = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
         hints = []
@@ -42,6 +46,26 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
             hints += [f"Did you mean {near[0]}? "] if near and argument.startswith("-") else []
         self.exit(2, f"{self.prog}: {message}. {''.join(hints)}--help lists the flags.\n")
+
+    def _require_values(self) -> None:
+        """Ends the process if a flag has an empty value, as `--run-dir "$DIR"` has if the variable is unset.
+
+        An empty path would stand for the current folder.
+        """
+        for place, argument in enumerate(self._arguments):
+            flag, equals, value = argument.partition("=")
+            if not argument and place:
+                flag = self._arguments[place - 1]
+            if flag.startswith("--") and not value and (equals or not argument):
+                self.error(f"argument {flag}: its value is empty")
+
+    def _unrecognized(self) -> str | None:
+        """Returns argparse's message about unknown arguments, which argparse itself does not check while a
+        required flag is missing: that flag may be there, but misspelled."""
+        for action in self._actions:
+            action.required = False
+        unknown = self.parse_known_args(self._arguments)[1]
+        return f"unrecognized arguments: {' '.join(unknown)}" if unknown else None
 
 
 class PrintVersions(argparse.Action):
@@ -69,6 +93,8 @@ def split_command(parser: Parser, names: Iterable[str], arguments: Sequence[str]
     names = list(names)
     if COMPLETING in os.environ:
         return _command_of_shell(parser, names), []
+    if not arguments:
+        parser.exit(2, f"{parser.prog}: no command is given. Commands: {', '.join(names)}.\n")
     parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     name = parser.parse_args(arguments[:1]).command
     if name not in names:
@@ -100,7 +126,7 @@ def _complete(parser: Parser) -> None:
 
 
 def closed_pipe() -> int:
-    """Drops the rest of the output, which nobody reads any more (`| head`), and returns exit code 141."""
+    """Drops the rest of the output, which is no longer read (`| head`), and returns exit code 141."""
     # Without this, Python would complain about the closed pipe when it exits.
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
@@ -126,8 +152,8 @@ def between(least: float, most: float, kind: type[int] | type[float] = int) -> C
             value = float("nan")
         if not least <= value <= most:
             noun = "an integer" if kind is int else "a number"
-            what = f"{shortened(text)} is not {noun} from {least:g} to {most:g}"
-            raise argparse.ArgumentTypeError(what)
+            problem = f"{shortened(text)} is not {noun} from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(problem)
         return value
 
     return parse

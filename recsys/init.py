@@ -121,7 +121,7 @@ def _ready_config(name: str) -> Path:
         near = difflib.get_close_matches(name, ready, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"--config {name}: no ready config has this name.{hint} There are {', '.join(ready)}"
+            f"--config {name}: no ready config has this name.{hint} Ready configs: {', '.join(ready)}"
         )
     return ready[name]
 

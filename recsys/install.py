@@ -198,12 +198,12 @@ def _choose_row(torch: str | None, cuda: bool) -> tuple[Row, list[str]]:
     if row is None:
         allowed = ", ".join(row.torch for row in TESTED)
         raise InstallationError(
-            f"torch {torch} is installed, tested are {allowed}. Use a fresh venv, or type: "
+            f"torch {torch} is installed, but only {allowed} are tested. Use a fresh venv, or type: "
             f"{sys.executable} -m pip uninstall torch"
         )
     reasons = [f"torch: {torch}, kept as installed"]
     if cuda and row != FOR_GPUS:
-        reasons.append(f"(on a Hopper GPU the fastest kernels want torch {FOR_GPUS.torch}, for its Triton)")
+        reasons.append(f"(on a Hopper GPU the fastest kernels need torch {FOR_GPUS.torch}, for its Triton)")
     return row, reasons
 
 

@@ -11,7 +11,7 @@ def package_folder(flags: argparse.Namespace) -> Path:
     """Returns the folder that `--package` names, or the package in the run folder."""
     if flags.package or flags.run_dir:
         return Path(flags.package or Path(flags.run_dir) / "export")
-    raise ConfigError("--package: not given; name a folder of recsys.export, or its run in --run-dir")
+    raise ConfigError("--package: not given; name a folder made by recsys.export, or its run in --run-dir")
 
 
 def packaged_config(flags: argparse.Namespace) -> Path:
@@ -20,7 +20,8 @@ def packaged_config(flags: argparse.Namespace) -> Path:
         raise ConfigError("--config: a package carries its own config; change it with --set")
     path = package_folder(flags) / config.FILE_NAME
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no package here; `python -m recsys.export` makes one from a run")
+        remedy = "`python -m recsys.export` makes one from a run"
+        raise ConfigError(f"{path.parent}: there is no package here; {remedy}")
     return path
 
 

@@ -49,7 +49,7 @@ def run(call: cli.Call) -> None:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("predict flags")
-    group.add_argument("--package", metavar="DIR", help="folder of recsys.export (default: <run-dir>/export)")
+    group.add_argument("--package", metavar="DIR", help="made by recsys.export (default: <run-dir>/export)")
     add_verify_key(group)
     files = "parquet or .csv files, folders or patterns (default: data.test)"
     group.add_argument("--input", metavar="PATH", nargs="+", help=files)

@@ -22,8 +22,8 @@ def run(call: cli.Call) -> None:
         from recsys.serving.batcher import BatchLimits
         from recsys.serving.schema import RequestLimits
     except ModuleNotFoundError as error:
-        what = f"{error.name} is missing: pip install 'generative-recsys[serve]'"
-        raise InstallationError(what) from error
+        problem = f"{error.name} is missing: pip install 'generative-recsys[serve]'"
+        raise InstallationError(problem) from error
 
     token = server.read_token(flags.token_file, flags.token_env)
     check(flags, token)

@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         action="append",
         default=[],
-        help="folder of recsys.export (default: <run-dir>/export); twice to compare two, see --share",
+        help="folder made by recsys.export (default: <run-dir>/export); twice to compare two, see --share",
     )
     add_verify_key(group)
     group.add_argument(
@@ -59,21 +59,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--item-names", metavar="FILE", help="columns `id` and `name` of items, for that page")
     group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default: this machine only)"
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
     )
-    group.add_argument("--token-file", metavar="FILE", help="file with the token that requests must bear")
-    group.add_argument("--token-env", metavar="NAME", help="environment variable with that token")
+    group.add_argument("--token-file", metavar="FILE", help="file with the token that requests must carry")
+    group.add_argument("--token-env", metavar="NAME", help="environment variable that holds this token")
     for name, kind, default, least, about in (
-        ("port", int, 8000, 0, "port to listen at; 0 takes a free one"),
+        ("port", int, 8000, 0, "port to listen on; 0 picks a free one"),
         ("max-wait-ms", float, 2.0, 0, "how long the first request of a batch waits for others"),
-        ("max-batch", int, 64, 1, "rows that are scored together"),
-        ("max-queue", int, 128, 1, "rows, and requests, that wait; more are answered 503"),
-        ("deadline-ms", float, 1000.0, 1, "time for an answer; later ones are 504"),
-        ("max-body-mib", int, 8, 1, "size of a request; larger ones are answered 413"),
-        ("max-rows", int, 256, 1, "rows of a request"),
-        ("max-history", int, 10_000, 1, "events of a row"),
-        ("max-candidates", int, 4_096, 1, "candidates of a row"),
-        ("grace-s", float, 20.0, 1, "time for requests in flight after SIGTERM"),
+        ("max-batch", int, 64, 1, "most rows that are scored together"),
+        ("max-queue", int, 128, 1, "most rows, and most requests, that may wait; others get a 503"),
+        ("deadline-ms", float, 1000.0, 1, "time limit of an answer; after it, a 504 is sent"),
+        ("max-body-mib", int, 8, 1, "largest body of a request; larger ones get a 413"),
+        ("max-rows", int, 256, 1, "most rows of a request"),
+        ("max-history", int, 10_000, 1, "most events of a row"),
+        ("max-candidates", int, 4_096, 1, "most candidates of a row"),
+        ("grace-s", float, 20.0, 1, "time that requests in flight have after SIGTERM"),
     ):
         shown = f"{about} (default: {default:g})"
         most = 65_535 if name == "port" else 10**9

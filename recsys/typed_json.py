@@ -39,7 +39,7 @@ def parse(text: str | bytes, kind: type[T]) -> T:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} in it, which is no JSON")
+    raise ValueError(f"{name} in it, which JSON does not allow")
 
 
 def _require_characters(value: Any) -> None:
@@ -47,7 +47,7 @@ def _require_characters(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{error.object[error.start]!r} in it, which is no character") from None
+        raise ValueError(f"{error.object[error.start]!r} in it, which is not a character") from None
 
 
 def _typed(value: Any, kind: Any, place: str) -> Any:

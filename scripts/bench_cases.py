@@ -1,4 +1,4 @@
-"""The shapes that `bench_ops.py` measures, and the work that is in them."""
+"""Defines the shapes that `bench_ops.py` measures, and counts their FLOP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
     biased: bool = False
     deterministic: bool = False
     num_cached: Tensor | None = None
-    """int64 [B]: tokens of each sample that are in a cache, the others are computed; None without a cache."""
+    """Number of tokens of each sample that are in a cache, int64 [B]; None without a cache."""
 
     @property
     def op(self) -> str:
@@ -40,14 +40,14 @@ class Case:
         return ("fwd", "bwd") if self.num_cached is None else ("fwd",)
 
     def layout(self) -> SequenceLayout:
-        """The layout of whole samples on the host, with `num_targets` targets each."""
+        """Returns the layout of whole samples on the host, with `num_targets` targets each."""
         return SequenceLayout(
             self.lengths, torch.full_like(self.lengths, self.num_targets), self.num_contextual
         )
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """The shapes of the published table, then those with bias, windows, targets and determinism."""
+    """Returns the published shapes, then those with bias, windows, targets and determinism."""
     equal = [
         (128, 1024, 128),
         (32, 4096, 128),
@@ -56,33 +56,33 @@ def cases(quick: bool = False) -> list[Case]:
         (32, 2048, 256),
         (1024, 256, 64),
     ]
-    found = [
+    cases = [
         Case(f"B{batch} L{length} D{dim}", torch.full((batch,), length), dim) for batch, length, dim in equal
     ]
-    # These draws have the amount of work that was published, so that times can be compared.
+    # These draws have the published amount of work, so that times can be compared.
     uniform = torch.randint(1, 4097, (64,), generator=torch.Generator().manual_seed(46))
     pareto = torch.rand(512, generator=torch.Generator().manual_seed(250))
     pareto = (16 / pareto.pow(1 / 0.93)).clamp(max=2048).to(torch.int64)
-    found.append(Case("B64 uniform 1..4096 D128", uniform, 128))
-    found.append(Case("B512 Pareto 16..2048 D128", pareto, 128))
+    cases.append(Case("B64 uniform 1..4096 D128", uniform, 128))
+    cases.append(Case("B512 Pareto 16..2048 D128", pareto, 128))
     base = Case("B32 L2048 D64", torch.full((32,), 2048), 64)
-    found += [base, replace(base, shape="B32 L2048 D64 bias", biased=True)]
+    cases += [base, replace(base, shape="B32 L2048 D64 bias", biased=True)]
     long = Case("B8 L16384 D128 window 512 prefix 64", torch.full((8,), 16384), 128)
-    found.append(replace(long, mask=AttentionMask(window=512, prefix=64)))
+    cases.append(replace(long, mask=AttentionMask(window=512, prefix=64)))
     targets = replace(base, num_targets=256, num_contextual=6)
-    found.append(replace(targets, shape="B32 L2048 D64 C6 targets 256"))
+    cases.append(replace(targets, shape="B32 L2048 D64 C6 targets 256"))
     groups = replace(targets, mask=AttentionMask(window=256, target_window=True, target_group_size=4))
-    found.append(replace(groups, shape="B32 L2048 D64 C6 targets 256 groups 4 window 256"))
-    found += [replace(case, shape=f"{case.shape} deterministic", deterministic=True) for case in found[:8]]
-    found += cached_cases(uniform)
-    return found[:2] + found[9:11] if quick else found
+    cases.append(replace(groups, shape="B32 L2048 D64 C6 targets 256 groups 4 window 256"))
+    cases += [replace(case, shape=f"{case.shape} deterministic", deterministic=True) for case in cases[:8]]
+    cases += cached_cases(uniform)
+    return cases[:2] + cases[9:11] if quick else cases
 
 
 def cached_cases(uniform: Tensor) -> list[Case]:
-    """Candidates on a cached history: a microbatch of 256, then other numbers, ragged, biased, semi-local."""
+    """Returns cases of candidates on a cached history: 256, other numbers, ragged, biased, semi-local."""
 
-    def case(shape: str, num_cached: Tensor, targets: int, dim: int = 128, **rest: Any) -> Case:
-        return Case(shape, num_cached + targets, dim, num_targets=targets, num_cached=num_cached, **rest)
+    def case(shape: str, num_cached: Tensor, targets: int, dim: int = 128, **options: Any) -> Case:
+        return Case(shape, num_cached + targets, dim, num_targets=targets, num_cached=num_cached, **options)
 
     long = torch.full((32,), 4096)
     near = AttentionMask(window=512, prefix=64, target_window=True)
@@ -107,12 +107,14 @@ def tiny_cases() -> list[Case]:
 
 
 def useful_flop(case: Case) -> float:
-    """Return the FLOP of the forward: two products over the visible pairs."""
+    """Return the FLOP of the forward pass: two products over the visible pairs."""
     first = torch.zeros_like(case.lengths) if case.num_cached is None else case.num_cached
     samples, counts = torch.stack([case.lengths, first], dim=1).unique(dim=0, return_counts=True)
     pairs = 0
     for (length, computed), count in zip(samples.tolist(), counts.tolist(), strict=True):
-        one = SequenceLayout(torch.tensor([length]), torch.tensor([case.num_targets]), case.num_contextual)
-        seen = key_intervals(case.mask, one)
+        sample_layout = SequenceLayout(
+            torch.tensor([length]), torch.tensor([case.num_targets]), case.num_contextual
+        )
+        seen = key_intervals(case.mask, sample_layout)
         pairs += count * int((seen.end - seen.start)[computed:].sum())
     return 2.0 * 2.0 * case.dim * case.heads * pairs

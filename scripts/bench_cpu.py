@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Speed on the CPU, measured against yardsticks in one run, so that another machine can check it.
+"""Measures the speed on a CPU against references in the same run, so that other machines can check it.
 
     .venv/bin/python scripts/bench_cpu.py [SECTION ...]
 
 reader: rows/s of the loader with 2 reader processes, epoch after epoch, against pyarrow that only decodes the
-    same file, again and again in one process, with as many threads as there are reader processes.
-ranking-step, retrieval-step: a training step on jagged data, against the same model on padded tensors.
-import: seconds of `import recsys` where torch is imported already.
+    same file repeatedly in one process, with as many threads as there are reader processes.
+ranking-step, retrieval-step: time of a training step on jagged data, against the same model on padded data.
+import: seconds of `import recsys` after torch has been imported.
 
-Each section prints one line; the exit code is 1 when one of them misses its bar.
+Each section prints one line. The exit code is 1 if a section misses its bar.
 """
 
 import argparse
@@ -48,7 +48,10 @@ REPEATS = 3
 
 
 class Result(NamedTuple):
-    """One line. In "x", ours over a yardstick, `value` is to be `bar` at least; in "s" at most."""
+    """The result of a section.
+
+    `value` must be at least `bar` in the unit "x" (ours over the reference), and at most `bar` in "s".
+    """
 
     name: str
     detail: str
@@ -58,7 +61,7 @@ class Result(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Tells whether the value meets the bar."""
+        """Returns whether the value meets the bar."""
         return self.value >= self.bar if self.unit == "x" else self.value <= self.bar
 
 
@@ -91,12 +94,12 @@ model {
 
 
 def bench_reader(folder: Path) -> Result:
-    """Rows/s of `Loader.epochs` over that of plain pyarrow; both have been through the file before.
+    """Measures rows/s of `Loader.epochs` over those of plain pyarrow; both have read the file before.
 
-    Plain pyarrow is the faster one of `dataset(file).to_batches()` and `ParquetFile(file).iter_batches` with
-    our batch size. It decodes: it checks no checksums, converts nothing, and gives the rows as they lie. The
-    two take turns, and each pair gives a ratio: what else the machine does meanwhile hits both. The result is
-    the median.
+    Plain pyarrow is the faster of `dataset(file).to_batches()` and `ParquetFile(file).iter_batches` with our
+    batch size. It only decodes: it checks no checksums, converts nothing, and keeps the order of the rows.
+    Loader and pyarrow take turns, and each pair gives a ratio, so that other load affects both. The result
+    is the median.
     """
     pipeline = _reader_file(folder)
     loader = Loader.open(pipeline, "train", LayoutRule(num_contextual=2), shuffle=True)
@@ -112,12 +115,14 @@ def bench_reader(folder: Path) -> Result:
         f"{statistics.median(ours):,.0f} rows/s, plain pyarrow {of_dataset:,.0f} as a dataset, "
         f"{of_file:,.0f} as a file"
     )
-    ratio = statistics.median(mine / max(theirs) for mine, theirs in zip(ours, plain, strict=True))
+    ratio = statistics.median(
+        our_time / max(their_times) for our_time, their_times in zip(ours, plain, strict=True)
+    )
     return Result("reader", detail, ratio, bar=0.5)
 
 
 def _reader_file(folder: Path) -> pb.Pipeline:
-    """A config whose rows lie in one parquet file, made by the synthetic source."""
+    """Returns a config whose rows are in one parquet file, made by the synthetic source."""
     vocabulary = folder / "item_id.parquet"
     ids = np.random.default_rng(0).choice(10**12, 200_000, replace=False)
     pq.write_table(pa.table({"id": ids}), vocabulary)
@@ -135,7 +140,7 @@ def _reader_file(folder: Path) -> pb.Pipeline:
 
 
 def _epoch_rate(loader: Loader) -> float:
-    """Rows/s of the second epoch. What the readers have done ahead when it begins, they have when it ends."""
+    """Returns rows/s of the second epoch. The readers are equally far ahead at its beginning and its end."""
     batches = loader.epochs()
     try:
         for _ in islice(batches, loader.num_batches(0)):
@@ -150,14 +155,14 @@ def _set_threads(count: int) -> None:
 
 
 def _plain_rates(path: str, batch_size: int) -> tuple[float, float]:
-    """Rows/s of pyarrow that only decodes: of a dataset and of a file."""
+    """Returns rows/s of pyarrow that only decodes, as a dataset and as a file."""
     of_dataset = _rate(batch.num_rows for batch in pads.dataset(path).to_batches())
     of_file = _rate(batch.num_rows for batch in pq.ParquetFile(path).iter_batches(batch_size))
     return of_dataset, of_file
 
 
 def _rate(rows: Iterator[int]) -> float:
-    """Rows a second of batches with so many rows."""
+    """Returns rows/s, given the number of rows of each batch."""
     start = time.perf_counter()
     count = sum(rows)
     return count / (time.perf_counter() - start)
@@ -171,13 +176,13 @@ STEP_BATCHES, STEP_REPEATS = 6, 4
 def bench_step(
     folder: Path, *, name: str, path: str, num_batches: int = STEP_BATCHES, repeats: int = STEP_REPEATS
 ) -> Result:
-    """Time of a step on padded tensors over that on jagged ones, for the first shuffled batches of a config.
+    """Measures the time of a step on padded data over that on jagged data, on shuffled batches of a config.
 
-    The two take turns, batch by batch, and each pair gives a ratio: what else the machine does meanwhile hits
+    Both take turns, batch by batch, and each pair gives a ratio, so that other load on the machine affects
     both. The result is the median.
 
     Raises:
-        AssertionError: they do not compute the same; then there is nothing to compare.
+        AssertionError: loss or gradients differ.
     """
     pipeline = config.prepare(ROOT / path, ["data.num_workers=0"]).pipeline
     loader = Loader.open(pipeline, "train", layout_rule(pipeline), shuffle=True)
@@ -213,7 +218,7 @@ class Step:
         self.optimizer = torch.optim.AdamW(form.parameters(), lr=1e-3, fused=True)
 
     def seconds(self, batch: Batch | PaddedBatch) -> float:
-        """Time of one step."""
+        """Returns the time of one step."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
         mean_loss(self.form(batch)).backward()
@@ -222,20 +227,19 @@ class Step:
 
 
 def mean_loss(losses: Losses) -> Tensor:
-    """The weighted sum over tasks of mean losses, as training minimises it."""
+    """Returns the weighted sum of the tasks' mean losses, which training minimizes."""
     weights = losses.sums.new_tensor(losses.weights)
     return (weights * losses.sums / losses.counts.clamp(min=1)).sum()
 
 
 def check_same_gradients(jagged: nn.Module, batch: Batch, padded: nn.Module, filled: PaddedBatch) -> None:
-    """Raises AssertionError when loss or gradients of the two forms, without dropout, differ by more than
-    rounding.
-    """
-    found = []
+    """Raises AssertionError if loss or gradients of the two forms, without dropout, differ by more
+    than rounding."""
+    results = []
     for form, data in ((jagged.eval(), batch), (padded.eval(), filled)):
         loss = mean_loss(form(data))
-        found.append([loss, *torch.autograd.grad(loss, list(form.parameters()), materialize_grads=True)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([loss, *torch.autograd.grad(loss, list(form.parameters()), materialize_grads=True)])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 + 1e-4 * float(ours.detach().abs().max()))
 
 
@@ -245,7 +249,7 @@ IMPORT = "import time, torch; start = time.perf_counter(); import recsys; print(
 
 
 def bench_import(folder: Path, repeats: int = REPEATS) -> Result:
-    """Seconds of `import recsys` in a fresh process that has torch, the median of some."""
+    """Returns the median seconds of `import recsys` in a new process that has imported torch."""
     seconds = [
         float(
             subprocess.run(
@@ -255,7 +259,7 @@ def bench_import(folder: Path, repeats: int = REPEATS) -> Result:
         for _ in range(repeats)
     ]
     return Result(
-        "import", "of recsys, torch's own import aside", statistics.median(seconds), bar=1.0, unit="s"
+        "import", "of recsys, without the import of torch", statistics.median(seconds), bar=1.0, unit="s"
     )
 
 

@@ -1,12 +1,13 @@
-"""Loads a running `recsys serve` with requests at random times, and says how long they take.
+"""Puts load on a running `recsys serve` at random times, and reports latencies.
 
     recsys serve --package runs/quickstart/export --port 8000
     python scripts/bench_http.py --port 8000 --input tests/data/kuairand/test.parquet --rate 50 100 200
     python scripts/bench_http.py --port 8000 --input tests/data/kuairand/test.parquet --rate 10 --soak 600
 
-Arrivals are open-loop (Poisson): a request is sent at its time whether or not earlier ones were answered, and
-its latency counts from that time, so a server that falls behind cannot hide it. It loads this machine only.
-The client is a few lines on asyncio's streams, because a full HTTP client takes more time than the server.
+Arrivals are open-loop (Poisson): a request is sent at its time whether or not earlier ones were answered,
+and its latency counts from that time, so a server that falls behind cannot hide it. The server must run on
+this machine. The client uses asyncio's streams directly, because a full HTTP client takes more time than
+the server.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 
 HOST = "127.0.0.1"
-"""The one address that is loaded: no flag names another machine."""
+"""Address of the server: the load never goes to another machine."""
 
 WINDOW = 60.0
 """Seconds of a soak that make a line."""
@@ -33,7 +34,7 @@ TIMEOUT = 30.0
 
 
 class Measured(NamedTuple):
-    """Results at one rate: seconds of successful requests, answers by status, and answers of 200 a second."""
+    """Results at one rate: seconds of successful requests, answers by status, successes per second."""
 
     seconds: list[float]
     statuses: Counter[str]
@@ -54,7 +55,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def arrivals(rate: float, seconds: float, seed: int = 0) -> Iterator[float]:
-    """Yields the times of a Poisson process with `rate` events a second, from 0 to `seconds`."""
+    """Yields the times of a Poisson process with `rate` events per second, from 0 to `seconds`."""
     clock, due = random.Random(seed), 0.0
     while (due := due + clock.expovariate(rate)) < seconds:
         yield due
@@ -64,9 +65,9 @@ class Client:
     """Keep-alive connections to one port of this machine.
 
     Args:
-        port: of the server.
-        connections: the most connections; a request beyond waits for one, which counts as its latency.
-        token: sent with each request if it is given.
+        port: port of the server.
+        connections: most connections. A further request waits for a connection, which counts as its latency.
+        token: token to send with each request; None for none.
     """
 
     def __init__(self, port: int, connections: int, token: str | None = None) -> None:
@@ -80,7 +81,7 @@ class Client:
         """Sends a request and returns its answer.
 
         Raises:
-            OSError: there is no connection, or it ended before the answer did.
+            OSError: there is no connection, or it ended before the answer.
             TimeoutError: the answer took longer than `TIMEOUT`.
         """
         head = f"{method} {path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
@@ -94,7 +95,7 @@ class Client:
                 answer, keep = await asyncio.wait_for(_read(connection[0]), TIMEOUT)
                 return answer
             except asyncio.IncompleteReadError as error:
-                raise ConnectionError("the connection ended before the answer did") from error
+                raise ConnectionError("the connection ended before the answer") from error
             finally:
                 if keep:
                     self._idle.append(connection)
@@ -116,7 +117,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Answer, bool]:
 
 
 async def offer(client: Client, path: str, bodies: list[bytes], rate: float, seconds: float) -> Measured:
-    """Sends `rate` requests a second for `seconds`, waits for all answers, and measures them."""
+    """Sends `rate` requests per second for `seconds`, waits for all answers, and measures them."""
     taken: list[float] = []
     statuses: Counter[str] = Counter()
     start = time.perf_counter()
@@ -158,11 +159,11 @@ async def measure(flags: argparse.Namespace) -> None:
     print("| ---: | ---: | ---: | ---: | ---: | ---: | --- |")
     for rate in flags.rate:
         began, cpu = time.perf_counter(), time.process_time()
-        found = await offer(client, path, bodies, rate, flags.seconds)
+        offered = await offer(client, path, bodies, rate, flags.seconds)
         busy = (time.process_time() - cpu) / (time.perf_counter() - began)
-        times = [f"{1000 * percentile(found.seconds, share):.1f}" for share in (0.5, 0.9, 0.99)]
-        answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(found.statuses.items()))
-        numbers = [f"{rate:g}", f"{found.throughput:.0f}", *times, f"{100 * busy:.0f} %", answers]
+        times = [f"{1000 * percentile(offered.seconds, share):.1f}" for share in (0.5, 0.9, 0.99)]
+        answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(offered.statuses.items()))
+        numbers = [f"{rate:g}", f"{offered.throughput:.0f}", *times, f"{100 * busy:.0f} %", answers]
         print(f"| {' | '.join(numbers)} |", flush=True)
     client.close()
 
@@ -215,16 +216,18 @@ def _require(answer: Answer) -> Answer:
 def main() -> int:
     """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--port", type=int, required=True, help=f"of a server at {HOST}")
-    parser.add_argument("--input", required=True, help="parquet file with rows, one for each request")
+    parser.add_argument("--port", type=int, required=True, help=f"port of a server at {HOST}")
+    parser.add_argument("--input", required=True, help="parquet file, each row of which is a request")
     parser.add_argument(
-        "--rate", type=float, nargs="+", default=[50.0, 100.0, 200.0], help="requests a second"
+        "--rate", type=float, nargs="+", default=[50.0, 100.0, 200.0], help="requests per second"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each rate (default: 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each rate (default: 10)")
+    parser.add_argument("--connections", type=int, default=32, help="most connections (default: 32)")
+    parser.add_argument(
+        "--token-env", metavar="NAME", help="environment variable that holds the server's token"
+    )
     about = "seconds; offers the first rate for so long and prints the server's memory over time"
     parser.add_argument("--soak", type=float, metavar="SECONDS", help=about)
-    parser.add_argument("--connections", type=int, default=32, help="at most (default: 32)")
-    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the server's token")
     flags = parser.parse_args()
     try:
         asyncio.run(measure(flags))

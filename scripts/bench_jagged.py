@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Speed of the ops that move rows, on a GPU, and only of what is right: compared before it is timed.
+"""Measures the speed of the ops that move rows on a GPU; each case is checked before it is timed.
 
     python scripts/bench_jagged.py [--backend triton] [--tokens 262144] [--case NAME ...] [--record FILE]
 
-What the front of a model does with a training batch: tokens are put together from their parts (`assemble`,
-one map over 3 or 4 sources), channels are cut out (`channels`, two maps over the same rows), the history is
-cut off (`truncate`), positions and ages are added (`embed`; `embed hot`: 80 % of the ages are equal). Beside
-the backend stands the same in PyTorch: `cat`, `index_select`, `embedding` and their own gradients. TB/s count
-the bytes that must be read and written once.
+The cases are the first steps of a model on a training batch: tokens are assembled from their parts
+(`assemble`, one map over 3 or 4 sources), channels are selected (`channels`, two maps over the same rows),
+the history is truncated (`truncate`), and positions and ages are added (`embed`; in `embed hot`, 80 % of
+the ages are equal). Each backend is compared with PyTorch: `cat`, `index_select`, `embedding` and their
+gradients. TB/s count the bytes that must be read and written once.
 
-A case may be twice as far from float64 as PyTorch; rows that are only moved must be equal. `--record` writes
-a list of `{op, backend, shape, pass, ms, tb_s, host_us, ok, commit}`: `ms` is the device's time, with the
-host far ahead of it, `host_us` that of the host alone. On a CPU it runs tiny shapes, to test itself. Exit
-code 1 when a case was wrong.
+The error of a case from float64 may be twice that of PyTorch; rows that are only moved must be equal.
+`--record` writes a list of `{op, backend, shape, pass, ms, tb_s, host_us, ok, commit}`: `ms` is the time of
+the device with the host far ahead of it, `host_us` the time of the host alone. On a CPU, tiny shapes test
+the script itself. The exit code is 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the record."""
+    """One entry of the record."""
 
     op: str
     backend: str
     shape: str
-    direction: str  # "pass" in the file: a word that Python keeps for itself
+    direction: str  # "pass" in the file, which is a keyword of Python
     ms: float | None
     tb_s: float | None
     host_us: float | None
@@ -79,7 +79,7 @@ class Record:
 
 
 def layout_of(tokens: int, device: str) -> SequenceLayout:
-    """Return a layout of about `tokens` tokens in samples of unlike length."""
+    """Return a layout of about `tokens` tokens in samples of different lengths."""
     mean = max(1, tokens // SAMPLES - CONTEXTUAL - TARGETS)
     generator = torch.Generator().manual_seed(0)
     history = torch.randint(mean // 2, mean * 3 // 2 + 1, (SAMPLES,), generator=generator)
@@ -95,11 +95,11 @@ def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str
     """Return all cases for one width and type."""
     layout, row = layout_of(tokens, device), width * dtype.itemsize
     events = layout.total_len - SAMPLES * (CONTEXTUAL + TARGETS)
-    found = []
+    cases = []
     for sources in (3, 4):
         sizes = [SAMPLES * CONTEXTUAL, *_parts(events, sources - 2), SAMPLES * TARGETS]
         index, inverse = layout.assemble_index(), layout.disassemble_index()
-        found.append(
+        cases.append(
             Case(
                 "gather_rows",
                 f"assemble {sources} sources",
@@ -111,13 +111,13 @@ def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str
                 (2 * layout.total_len * row,) * 2,
             )
         )
-    found += [
+    cases += [
         _channels(layout, width, dtype, device, backend),
         _truncate(layout, width, dtype, device, backend),
     ]
     if dtype == torch.float32:
-        found += [_embed(layout, width, hot, device, backend) for hot in (0.0, 0.8)]
-    return found
+        cases += [_embed(layout, width, hot, device, backend) for hot in (0.0, 0.8)]
+    return cases
 
 
 def _parts(total: int, count: int) -> list[int]:
@@ -127,14 +127,14 @@ def _parts(total: int, count: int) -> list[int]:
 def _channels(layout: SequenceLayout, width: int, dtype: torch.dtype, device: str, backend: str) -> Case:
     """Make two channels with two thirds of the tokens each: one third is in both."""
     total = layout.total_len
-    own = torch.arange(total, device=device)
-    maps = [own[own % 3 != skipped] for skipped in (0, 1)]
-    rows = sum(len(one) for one in maps)
+    rows_of_x = torch.arange(total, device=device)
+    maps = [rows_of_x[rows_of_x % 3 != skipped] for skipped in (0, 1)]
+    rows = sum(len(index) for index in maps)
     return Case(
         "gather_rows",
         "channels",
         lambda x: gather_rows(x, maps, backend=backend),
-        lambda x: torch.cat([x.index_select(0, one) for one in maps]),
+        lambda x: torch.cat([x.index_select(0, index) for index in maps]),
         [leaf(total, width, dtype, device)],
         (2 * rows * width * dtype.itemsize, (rows + total) * width * dtype.itemsize),
     )
@@ -154,7 +154,7 @@ def _truncate(layout: SequenceLayout, width: int, dtype: torch.dtype, device: st
 
 
 def _embed(layout: SequenceLayout, width: int, hot: float, device: str, backend: str) -> Case:
-    """Positions up to the longest sample; ages, of which a share may be equal."""
+    """Make positions up to the longest sample, and ages, of which a share may be equal."""
     total = layout.total_len
     chance = torch.rand(total, device=device)
     ages = (torch.rand(total, device=device) ** 3 * AGES).long()
@@ -162,7 +162,10 @@ def _embed(layout: SequenceLayout, width: int, hot: float, device: str, backend:
     scale = width**0.5
 
     def plain(x: Tensor, *tables: Tensor) -> Tensor:
-        return sum((F.embedding(own, table) for own, table in zip(buckets, tables, strict=True)), x * scale)
+        return sum(
+            (F.embedding(positions, table) for positions, table in zip(buckets, tables, strict=True)),
+            x * scale,
+        )
 
     return Case(
         "bucket_embedding",
@@ -176,27 +179,27 @@ def _embed(layout: SequenceLayout, width: int, hot: float, device: str, backend:
 
 def error_of(case: Case) -> float:
     """Return the error of the output and all gradients relative to the allowed one; above 1 is wrong."""
-    found = []
-    wide = [one.detach().double().requires_grad_() for one in case.leaves]
+    results = []
+    wide = [leaf.detach().double().requires_grad_() for leaf in case.leaves]
     for way, leaves in ((case.ours, case.leaves), (case.theirs, case.leaves), (case.theirs, wide)):
         out = way(*leaves)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
         cotangent = cotangent.to(case.leaves[0].dtype).to(out.dtype)
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, cotangent)])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, cotangent)])
     worst = 0.0
-    for got, other, right in zip(*found, strict=True):
+    for got, reference, right in zip(*results, strict=True):
         for size in (torch.linalg.vector_norm, lambda difference: difference.abs().max()):
-            allowed = FACTOR * size(other.double() - right) + 1e-7 * size(right) + 1e-30
+            allowed = FACTOR * size(reference.double() - right) + 1e-7 * size(right) + 1e-30
             error = float(size(got.double() - right) / allowed)
             worst = max(worst, error if error == error else float("inf"))
     return worst
 
 
 def bench(make: Callable[[int], Case], tokens: int, shape: str, context: Context) -> list[Record]:
-    """Records of the backend and of PyTorch; without times when the case is wrong.
+    """Return records of the backend and of PyTorch, without times if the case is wrong.
 
     Args:
-        make: a case of so many tokens.
+        make: makes a case with the given number of tokens.
     """
     small = make(min(tokens, 8192))
     shape = f"{small.name} {shape}"
@@ -227,13 +230,13 @@ class Context(NamedTuple):
 
 
 def measure(run: Callable[[int], object], context: Context) -> tuple[float, float]:
-    """Median ms on the device, median microseconds on the host."""
+    """Return the median ms on the device and the median microseconds on the host."""
     if context.device != "cuda":
         ms = median_ms(run, context.device, context.repeats)
         return ms, 1e3 * ms
     for number in range(3):
         run(number)
-    found = []
+    timings = []
     for number in range(context.repeats):
         torch.cuda.synchronize()
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -244,12 +247,12 @@ def measure(run: Callable[[int], object], context: Context) -> tuple[float, floa
         host = time.perf_counter() - start
         last.record()
         torch.cuda.synchronize()
-        found.append((first.elapsed_time(last), 1e6 * host))
-    return statistics.median(ms for ms, _ in found), statistics.median(host for _, host in found)
+        timings.append((first.elapsed_time(last), 1e6 * host))
+    return statistics.median(ms for ms, _ in timings), statistics.median(host for _, host in timings)
 
 
 def passes(case: Case, way: Way) -> tuple[Callable[[int], object], Callable[[int], object]]:
-    """Forward alone, backward alone."""
+    """Return functions that run the forward pass alone and the backward pass alone."""
     out = way(*case.leaves)
     cotangent = torch.randn_like(out)
 
@@ -277,13 +280,15 @@ def table(records: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Correctness-gated speed of the ops that move rows.")
+    parser = argparse.ArgumentParser(
+        description="Measures the speed of the ops that move rows, after checking their results."
+    )
     parser.add_argument("--backend", default="triton" if torch.cuda.is_available() else "reference")
     parser.add_argument("--tokens", type=int, default=262_144)
     parser.add_argument("--case", action="append", help="only shapes that contain this; may be repeated")
     parser.add_argument("--record", type=Path, help="where to write the list of records")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    parser.add_argument("--commit", help="commit to record, for machines without git")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = [(256, torch.float32), (512, torch.float32), (256, torch.bfloat16)]
@@ -299,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape = f"T{tokens} E{width} {str(dtype).removeprefix('torch.')}"
         names = [case.name for case in cases(64, width, dtype, device, options.backend)]
         for number, name in enumerate(names):
-            if options.case and not any(one in f"{name} {shape}" for one in options.case):
+            if options.case and not any(wanted in f"{name} {shape}" for wanted in options.case):
                 continue
             made = bench(
                 lambda size, kind=(width, dtype), place=number: cases(size, *kind, device, options.backend)[

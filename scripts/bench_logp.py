@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Speed and memory of `linear_logp` on a GPU, and only of what is right: compared before it is timed.
+"""Measures speed and memory of `linear_logp` on a GPU; each case is checked before it is timed.
 
     python scripts/bench_logp.py [--backend triton] [--rows 8192] [--case NAME ...] [--record FILE]
 
-The loss of a catalogue, forward and backward, bfloat16, all gradients, random upstream gradients for both
-outputs. Beside it, with `--peers`, two ways of PyTorch. Chunked: `cross_entropy` over as many rows at a time
-as make 2^28 scores, under `checkpoint`. Held, if memory allows: `cross_entropy` of all scores at once in
-bfloat16, in as few passes as possible; its products are the library's. 1024 rows are compared with all
-candidates; a case may be twice as far from float64 as PyTorch in bfloat16, also in the gradients of those
-candidates alone that are no row's target. Memory is the peak allocation beyond inputs and gradients.
-`--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok, commit}`; useful FLOP are 6
-N V D: two products backward, one forward. On a CPU it runs a tiny shape, to test itself. Exit code 1 when a
-case was wrong.
+A case is the loss over a catalogue, forward and backward, in bfloat16, with all gradients and random
+upstream gradients for both outputs. `--peers` adds two forms in PyTorch. Chunked: `cross_entropy` over as
+many rows at a time as make 2^28 scores, under `checkpoint`. Held, if memory allows: `cross_entropy` of all
+scores at once in bfloat16, with as few passes as possible.
+
+1024 rows are compared with all candidates in float64. The error of a case may be twice that of PyTorch in
+bfloat16, also in the gradients of the candidates that are not the target of any row. Memory is the peak
+allocation beyond inputs and gradients. Useful FLOP are 6 N V D: two products backward, one forward.
+`--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok, commit}`. On a CPU, a tiny
+shape tests the script itself. The exit code is 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from scripts import bench_records  # noqa: E402
 from scripts.bench_ops import FACTOR, median_ms  # noqa: E402
 
 CHUNK_SCORES = 1 << 28
-"""Scores that chunked PyTorch holds at once: 512 MiB in bfloat16."""
+"""Number of scores that chunked PyTorch holds at once: 512 MiB in bfloat16."""
 
 HELD_SCORES = 1 << 31
 """Limit for holding all scores at once: 4 GiB in bfloat16, several times over."""
@@ -47,7 +48,7 @@ COMPARED_NUMBERS = 1 << 26
 """Entries of two matrices that are compared at a time."""
 
 FEW = 1 << 17
-"""Up to this many candidates several sets of inputs alternate, since one set might stay in a cache."""
+"""Up to this many candidates, several sets of inputs alternate, since one set might stay in a cache."""
 
 TEMPERATURE = 0.05
 
@@ -70,12 +71,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the record."""
+    """One entry of the record."""
 
     op: str
     backend: str
     shape: str
-    direction: str  # "pass" in the file: a word that Python keeps for itself
+    direction: str  # "pass" in the file, which is a keyword of Python
     ms: float | None
     tflops: float | None
     extra_mb: float | None
@@ -84,7 +85,7 @@ class Record:
 
 
 def cases(rows: int) -> list[Case]:
-    """Catalogues of 16 thousand, 131 thousand, a million and four million."""
+    """Return catalogues of 16 thousand, 131 thousand, one million and four million items."""
     sizes = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
     return [Case(rows, candidates, width) for candidates in sizes for width in (64, 128, 256, 512)]
 
@@ -103,7 +104,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, device: str, seed: int) -> Inputs:
-    """Leaves with gradients; half of the rows are near their target."""
+    """Make leaves with gradients; half of the rows are near their target."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def unit(rows: int) -> Tensor:
@@ -118,20 +119,20 @@ def make_inputs(case: Case, device: str, seed: int) -> Inputs:
 
 
 def by_op(inputs: Inputs, backend: str) -> list[Tensor]:
-    """logp and lse."""
+    """Return logp and lse of the op."""
     hidden, weight, target, _ = inputs
     return list(linear_logp(hidden, weight, target, temperature=TEMPERATURE, backend=backend))
 
 
 def by_scores(inputs: Inputs) -> list[Tensor]:
-    """The same from scores that are held, in the type of the inputs."""
+    """Return logp and lse from stored scores in the type of the inputs."""
     scores = inputs.hidden @ inputs.weight.T / TEMPERATURE
     lse = torch.logsumexp(scores, 1)
     return [scores.gather(1, inputs.target[:, None])[:, 0] - lse, lse]
 
 
 def by_chunks(inputs: Inputs) -> list[Tensor]:
-    """logp only, as one writes it in PyTorch."""
+    """Return logp only, in the usual chunked form of PyTorch."""
     hidden, weight, target, _ = inputs
 
     def loss(rows: Tensor, wanted: Tensor) -> Tensor:
@@ -143,22 +144,22 @@ def by_chunks(inputs: Inputs) -> list[Tensor]:
 
 
 def by_held(inputs: Inputs) -> list[Tensor]:
-    """logp only; the temperature is in hidden, which saves a pass over the scores."""
+    """Return logp only, with the temperature applied to `hidden`, which saves a pass over the scores."""
     scores = (inputs.hidden * (1 / TEMPERATURE)) @ inputs.weight.T
     return [-F.cross_entropy(scores, inputs.target, reduction="none")]
 
 
 def with_gradients(inputs: Inputs, outs: list[Tensor]) -> list[Tensor]:
-    given = [one.to(out.dtype) for one, out in zip(inputs.cotangents, outs, strict=False)]
+    given = [cotangent.to(out.dtype) for cotangent, out in zip(inputs.cotangents, outs, strict=False)]
     return [*(out.detach() for out in outs), *torch.autograd.grad(outs, inputs.leaves, given)]
 
 
 def from_scores(inputs: Inputs) -> list[Tensor]:
-    """Outputs and gradients of `by_scores`, a few rows at a time."""
+    """Return outputs and gradients of `by_scores`, computed a few rows at a time."""
     size, weight = max(1, CHUNK_SCORES // inputs.weight.shape[0]), inputs.weight
     of_rows = (inputs.hidden.detach(), inputs.target, *inputs.cotangents)
     kept, of_weight = [], torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    for hidden, target, *cotangents in zip(*(one.split(size) for one in of_rows), strict=True):
+    for hidden, target, *cotangents in zip(*(tensor.split(size) for tensor in of_rows), strict=True):
         part = Inputs(hidden.requires_grad_(), weight, target, cotangents)
         *rows, share = with_gradients(part, by_scores(part))
         kept.append(rows)
@@ -167,22 +168,24 @@ def from_scores(inputs: Inputs) -> list[Tensor]:
 
 
 def sizes(matrix: Tensor, chosen: Tensor, less: Tensor | None = None) -> Tensor:
-    """Norm and largest number, float64, of the rows of `matrix - less` [n, ...] that are `chosen` [n]."""
+    """Return norm and largest number, float64, of the `chosen` [n] rows of `matrix - less` [n, ...]."""
     less = matrix.new_zeros(1).expand(matrix.shape) if less is None else less
     squares = largest = torch.zeros((), dtype=torch.float64, device=matrix.device)
     rows = max(1, COMPARED_NUMBERS // max(1, matrix[:1].numel()))
-    for one, two, which in zip(matrix.split(rows), less.split(rows), chosen.split(rows), strict=True):
+    for block, other_block, which in zip(
+        matrix.split(rows), less.split(rows), chosen.split(rows), strict=True
+    ):
         if which.any():
-            apart = one[which].double() - two[which].double()
+            apart = block[which].double() - other_block[which].double()
             squares, largest = squares + apart.square().sum(), torch.maximum(largest, apart.abs().max())
     return torch.stack([squares.sqrt(), largest])
 
 
 def widest_error(case: Case, device: str, backend: str) -> float:
-    """The largest error of an output or gradient relative to the allowed one; above 1 is wrong."""
+    """Return the largest error of an output or gradient relative to the allowed one; above 1 is wrong."""
     inputs = make_inputs(case._replace(rows=min(case.rows, CHECKED_ROWS)), device, seed=1)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
-    exact = Inputs(wide[0], wide[1], inputs.target, [one.double() for one in inputs.cotangents])
+    exact = Inputs(wide[0], wide[1], inputs.target, [cotangent.double() for cotangent in inputs.cotangents])
     ours = with_gradients(inputs, by_op(inputs, backend))
     if backend not in ("auto", last_backend("linear_logp")):
         raise RuntimeError(f"{backend} was asked for, {last_backend('linear_logp')} ran")
@@ -192,8 +195,8 @@ def widest_error(case: Case, device: str, backend: str) -> float:
     is_target[inputs.target] = True
     worst = 0.0
     for place, chosen in ((0, all_rows), (1, all_rows), (2, all_rows), (3, is_target), (3, ~is_target)):
-        got, other, right = ours[place], theirs[place], want[place]
-        allowed = FACTOR * sizes(other, chosen, right) + 1e-3 * sizes(right, chosen)
+        got, reference, right = ours[place], theirs[place], want[place]
+        allowed = FACTOR * sizes(reference, chosen, right) + 1e-3 * sizes(right, chosen)
         error = (sizes(got, chosen, right) / allowed.clamp(min=1e-30)).max()
         worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
     return worst
@@ -202,7 +205,7 @@ def widest_error(case: Case, device: str, backend: str) -> float:
 def measure(
     case: Case, run: Callable[[Inputs], list[Tensor]], device: str, repeats: int, warm: int = 3
 ) -> list[float]:
-    """ms of forward, ms of forward and backward, MiB beyond inputs and gradients."""
+    """Return ms of forward, ms of forward and backward, and MiB beyond inputs and gradients."""
     inputs = [make_inputs(case, device, seed) for seed in range(2, 5 if case.candidates <= FEW else 3)]
 
     def forward(i: int) -> None:
@@ -227,7 +230,7 @@ def measure(
 def bench(
     case: Case, device: str, backend: str, commit: str, repeats: int, *, peers: bool = True
 ) -> list[Record]:
-    """Records of the backend and of PyTorch; without times when the case is wrong."""
+    """Return records of the backend and of PyTorch, without times if the case is wrong."""
     try:
         error = widest_error(case, device, backend)
     except (RuntimeError, ValueError) as failure:
@@ -257,7 +260,7 @@ def bench(
 
 
 def table(records: Sequence[Record]) -> str:
-    """One line a record."""
+    """Format one line per record."""
     lines = []
     for record in records:
         numbers = "".join(
@@ -270,14 +273,16 @@ def table(records: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Correctness-gated speed of linear_logp.")
+    parser = argparse.ArgumentParser(
+        description="Measures speed and memory of linear_logp, after checking its results."
+    )
     parser.add_argument("--backend", default="auto" if torch.cuda.is_available() else "reference")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--case", action="append", help="only shapes that contain this; may be repeated")
     parser.add_argument("--record", type=Path, help="where to write the list of records")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    parser.add_argument("--commit", help="commit to record, for machines without git")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = cases(options.rows) if device == "cuda" else [Case(40, 300, 16)]

@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
-"""Speed of attention on a GPU, and only of what is right: each case is compared before it is timed.
+"""Measures the speed of attention on a GPU; each case is checked before it is timed.
 
     python scripts/bench_ops.py [--backend sm90 ...] [--case NAME ...] [--record FILE] [--quick]
 
-A case runs its backend in bfloat16 against float64 on the same inputs, for some samples of the batch, output
-and all gradients; it may be twice as far off as the reference backend in bfloat16. Then it is timed over
-several sets of inputs with CUDA events (medians): `fwd`, and `bwd` alone. On a GPU all cases are compared
-first, in several processes, since most of that time kernels are compiled. Useful FLOP are those of visible
-pairs: 2 (D + V) a pair and head forward, 2.5 times that backward. Cases with a cache are of
-`hstu_attention_cached`: forward only, compared with whole samples of `hstu_attention`. What a backend does
-not do is passed over, with the reason. `--record` writes a list of `{op, backend, shape, pass, ms, tflops,
-peak_mb, ok, commit}`; a case that is wrong has no time.
-The cases are those of `bench_cases.py`.
+The check compares output and all gradients of a backend in bfloat16 with float64, on the same inputs and
+some samples of the batch. The error may be twice that of the reference backend in bfloat16. The timing
+alternates several sets of inputs and uses CUDA events (medians): `fwd`, and `bwd` alone. On a GPU all cases
+are checked first, in several processes, since compiling kernels takes most of that time. Useful FLOP count
+visible pairs: 2 (D + V) per pair and head forward, and 2.5 times as many backward. Cases with a cache
+measure `hstu_attention_cached`, forward only, compared with `hstu_attention` on whole samples. Cases that a
+backend does not support are skipped with the reason. `--record` writes a list of `{op, backend, shape,
+pass, ms, tflops, peak_mb, ok, commit}`; a wrong case has no time. `bench_cases.py` defines the cases.
 
-On a CPU it runs tiny shapes, to test itself. Exit code 1 when a case was wrong.
+On a CPU, tiny shapes test the script itself. The exit code is 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ FACTOR = 2.0
 """Allowed error relative to the reference's in bfloat16."""
 
 CHECKED_TOKENS = 4096
-"""Tokens of a case that are compared, about, in whole samples: each pair has a float64 score."""
+"""About this many tokens of a case are compared, in whole samples: each pair has a float64 score."""
 
 INPUT_SETS = 3
 """Sets of inputs that are timed in turn, so that the caches do not hold the operands."""
 
 REST = 0.3
-"""Seconds without work before a pass is timed: a GPU that is hot from one case is slower in the next."""
+"""Seconds of rest before a pass is timed, because a GPU that is still hot is slower."""
 
 MOST_WORKERS = 14
-"""Processes that compare: each takes 0.5 GB of a GPU's memory for itself."""
+"""Most processes that compare; each takes 0.5 GB of the GPU's memory."""
 
 LONG = 8192
 """From this many tokens per sample on, one process compares at a time: float64 scores take 10 GB and more."""
@@ -75,14 +74,14 @@ _long: Lock | None = None
 
 
 class CachedInputs(NamedTuple):
-    """Everything that a call with a cache takes."""
+    """The arguments of a call with a cache."""
 
     arguments: tuple[Tensor | SequenceLayout, ...]  # q, k, v, layout, cache_k, cache_v, cache_layout
     bias: CachedRelativeBias | None
 
 
 class Inputs(NamedTuple):
-    """Everything that a call on whole samples takes; leaves that require gradients."""
+    """The arguments of a call on whole samples: leaves that require gradients."""
 
     q: Tensor
     k: Tensor
@@ -98,12 +97,12 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One line of `record.json`."""
+    """One entry of `record.json`."""
 
     op: str
     backend: str
     shape: str
-    # "pass" in the file: a word that Python keeps for itself.
+    # "pass" in the file, which is a keyword of Python.
     direction: str
     ms: float | None
     tflops: float | None
@@ -113,7 +112,7 @@ class Record:
 
 
 def make_inputs(case: Case, layout: SequenceLayout, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Random inputs on the layout's device; times of a history that grows by minutes to days."""
+    """Make random inputs on the layout's device, with minutes to days between the events of a history."""
     device = layout.device
     generator = torch.Generator(device).manual_seed(seed)  # on a CPU it would take longer than what is timed
 
@@ -133,7 +132,7 @@ def make_inputs(case: Case, layout: SequenceLayout, seed: int, dtype: torch.dtyp
 
 
 def new_rows(case: Case, layout: SequenceLayout) -> Tensor:
-    """bool [T]: the tokens of whole samples that are not in the cache; without a cache, all."""
+    """Return which tokens of whole samples are not in the cache, bool [T]; all without a cache."""
     if case.num_cached is None:
         return torch.ones(layout.total_len, dtype=torch.bool, device=layout.device)
     first = case.num_cached.to(layout.device)
@@ -150,12 +149,12 @@ def cut(case: Case, inputs: Inputs, layout: SequenceLayout) -> CachedInputs:
         SequenceLayout(case.lengths - case.num_cached, targets),
         SequenceLayout(case.num_cached, None, case.num_contextual),
     )
-    rest, cached = (one.to(layout.device) for one in layouts)
+    new_layout, cached = (part.to(layout.device) for part in layouts)
     if bias is not None:
         tables = (bias.position_table.detach(), bias.time_table.detach())
         of_new = RelativeBias(*tables, bias.timestamps[new], bias.next_timestamps[new])
         bias = of_new.with_cache(bias.timestamps[~new])
-    return CachedInputs((q[new], k[new], v[new], rest, k[~new], v[~new], cached), bias)
+    return CachedInputs((q[new], k[new], v[new], new_layout, k[~new], v[~new], cached), bias)
 
 
 def attend(case: Case, inputs: Inputs | CachedInputs, layout: SequenceLayout, backend: str) -> Tensor:
@@ -194,7 +193,7 @@ def results_of(
 def widest_error(case: Case, device: str, backend: str) -> float:
     """Return the largest error of the output and all gradients relative to the allowed one; above 1 is wrong.
 
-    Allowed is twice the error of the reference in the same type, and a little for sums in another order.
+    The allowed error is twice that of the reference in the same type, plus a little for other orders of sums.
     """
     total = case.lengths.cumsum(0)
     kept = max(1, int((total <= max(CHECKED_TOKENS, int(case.lengths[0]))).sum()))
@@ -215,18 +214,18 @@ def widest_error(case: Case, device: str, backend: str) -> float:
         ours = results_of(small, inputs, layout, backend)
     else:
         ours = results_of(small, cut(small, inputs, layout), layout, backend)
-        theirs, want = ([whole[0][new_rows(small, layout)]] for whole in (theirs, want))
+        theirs, want = ([results[0][new_rows(small, layout)]] for results in (theirs, want))
     worst = 0.0
-    for got, other, right in zip(ours, theirs, want, strict=True):
+    for got, reference, right in zip(ours, theirs, want, strict=True):
         norm = right.norm().clamp(min=1e-12)
-        allowed = FACTOR * (other.double() - right).norm() / norm + 1e-3
+        allowed = FACTOR * (reference.double() - right).norm() / norm + 1e-3
         error = (got.double() - right).norm() / norm / allowed
         worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
     return worst
 
 
 def median_ms(run: Callable[[int], object], device: str, repeats: int, warm: int = 3) -> float:
-    """Return the median time of `run(i)` for i = 0, 1, ..., after as many calls that do not count."""
+    """Return the median time of `run(i)` for i = 0, 1, ..., after `warm` calls that do not count."""
     for i in range(warm):
         run(i)
     if device != "cuda":
@@ -254,12 +253,12 @@ def missing(case: Case, device: str, backend: str) -> str:
     )
     layout = small.layout().to(device)
     inputs = make_inputs(small, layout, seed=0)
-    rest = {"scale_len": 1.0, "bias": inputs.bias}
+    options = {"scale_len": 1.0, "bias": inputs.bias}
     if case.num_cached is None:
-        answers = explain(OP, inputs.q, inputs.k, inputs.v, layout, case.mask, **rest)
+        answers = explain(OP, inputs.q, inputs.k, inputs.v, layout, case.mask, **options)
     else:
         given = cut(small, inputs, layout)
-        answers = explain(CACHED_OP, *given.arguments, case.mask, **{**rest, "bias": given.bias})
+        answers = explain(CACHED_OP, *given.arguments, case.mask, **{**options, "bias": given.bias})
     support = dict(answers.rows).get(backend)
     if support is None:
         return f"{case.op} has no such backend"
@@ -376,16 +375,20 @@ def table(records: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Correctness-gated speed of attention.")
-    parser.add_argument("--backend", action="append", help="repeatable; default: sm90 and triton, on CUDA")
+    parser = argparse.ArgumentParser(
+        description="Measures the speed of attention, after checking its results."
+    )
+    parser.add_argument(
+        "--backend", action="append", help="may be repeated; default on CUDA: sm90 and triton"
+    )
     parser.add_argument(
         "--case", action="append", help="only cases whose name contains this; may be repeated"
     )
     parser.add_argument("--record", type=Path, help="where to write the list of records")
-    parser.add_argument("--quick", action="store_true", help="four cases")
+    parser.add_argument("--quick", action="store_true", help="run four cases only")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--workers", type=int, help="processes that compare and compile")
-    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    parser.add_argument("--workers", type=int, help="number of processes that compile and compare")
+    parser.add_argument("--commit", help="commit to record, for machines without git")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = cases(options.quick) if device == "cuda" else tiny_cases()
@@ -400,14 +403,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records: list[Record] = []
     for (case, backend), answer in zip(jobs, compare_all(jobs, device, workers), strict=True):
         if answer.missing:
-            print(f"{case.shape}: {backend} is passed over: {answer.missing}", flush=True)
+            print(f"{case.shape}: {backend} is skipped: {answer.missing}", flush=True)
             continue
         made = bench(case, device, backend, commit, options.repeats, answer)
         print(table(made).split("\n", 1)[1], flush=True)
         records += made
         bench_records.write(options.record, records)  # after each case: a time limit may end this process
     if not records:
-        print("nothing was benched", file=sys.stderr)
+        print("no case was measured", file=sys.stderr)
         return 1
     print("\n" + table(records))
     return 0 if all(record.ok for record in records) else 1

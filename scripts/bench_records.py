@@ -11,7 +11,7 @@ from typing import Any
 
 
 def current_commit() -> str:
-    """The commit of the checkout; `unknown` without git."""
+    """Returns the commit of the checkout; `unknown` without git."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -21,20 +21,20 @@ def current_commit() -> str:
 
 
 def as_json(record: Any) -> dict[str, object]:
-    """A record's fields; `pass` is a keyword of Python."""
+    """Returns a record's fields, with `direction` renamed to `pass`, which is a keyword of Python."""
     return {("pass" if name == "direction" else name): value for name, value in asdict(record).items()}
 
 
 def write(path: Path | None, records: Sequence[Any], *, grow: bool = False) -> None:
-    """Writes the list of records; with `grow` it appends to those in the file.
+    """Writes records, or appends them to those in the file.
 
     Args:
-        path: None to write nothing; folders that are missing are made.
-        records: all of this run.
-        grow: see above.
+        path: the file, whose missing folders are created; None to write nothing.
+        records: all records of this run.
+        grow: whether to keep the records that are in the file.
     """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text()) if grow and path.exists() else []
-    path.write_text(json.dumps([*known, *map(as_json, records)], indent=1) + "\n")
+    earlier = json.loads(path.read_text()) if grow and path.exists() else []
+    path.write_text(json.dumps([*earlier, *map(as_json, records)], indent=1) + "\n")

@@ -1,29 +1,30 @@
 #!/usr/bin/env python3
-"""Speed of scoring many candidates on long histories, with a cache and without.
+"""Measures the speed of scoring many candidates on long histories, with and without a cache.
 
     python scripts/bench_serving.py [--history 4096] [--candidates 2048] [--microbatch 256] [--rows 8]
     python scripts/bench_serving.py --config configs/ml_1m_ranking.config [--set PATH=VALUE ...]
 
-The model is that of a ranking config (default: bench_step.config beside this file), its stack in the variants
-of bench_step.py; id features become hashes, so no data is needed. Each of --rows rows has --history made-up
-events and --candidates candidates. What is timed, in turns, from a batch on the device to scores there:
+The model is that of a ranking config (default: bench_step.config beside this file), with its stack in the
+variants of bench_step.py. Id features become hashes, so no data is needed. Each of --rows rows has
+--history generated events and --candidates candidates. These ways are timed in turn, from a batch on the
+device to scores on the device:
 
-    uncached   pieces of --microbatch candidates of each row, each piece with the whole history
-    one pass   all candidates in one call, with the memory that this takes
-    prefill    the keys and values of users and histories, once
-    cached     prefill, then pieces of --microbatch candidates of each row against it
-    pieces     cached, less the prefill: the cache is there
+  uncached   pieces of --microbatch candidates of each row, each piece with the whole history
+  one pass   all candidates in one call, with the memory that this takes
+  prefill    the keys and values of users and histories, once
+  cached     prefill, then pieces of --microbatch candidates of each row against the cache
+  pieces     cached without the prefill: the cache exists already
 
-Each call is waited for. Uncached, cached and pieces are also timed in a row, as a server with a queue runs
-them: the host prepares a batch while the device works on the one before.
+Each call is waited for. Uncached, cached and pieces are also timed for several calls in a row, as a server
+with a queue runs them: the host prepares a batch while the device works on the one before.
 
 `ratio` is uncached over cached, `ratio_of_pieces` uncached over pieces, both in a row (marked `*`), and
-`ratio_alone` uncached over cached, each call waited for; medians over pairs. The scores are compared first:
-on rows of at most 512 events cached ones may be twice as far from those of the reference backend in float32
-as uncached ones are, and at full size, in float32, they may differ from uncached ones by 1e-5. `--record`
-writes a list with a line a variant.
+`ratio_alone` is uncached over cached with each call waited for; all are medians over pairs. The scores are
+compared first. On rows of at most 512 events, the error of cached scores against the reference backend in
+float32 may be twice that of uncached scores. At full size, in float32, they may differ from uncached scores
+by 1e-5. `--record` writes a list with one entry per variant.
 
-On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
+The script runs on CUDA if available. The exit code is 1 if a variant is wrong or does not fit into memory.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ CHECKED_EVENTS = 512
 
 @dataclass(frozen=True)
 class Record:
-    """One variant; None for what is not known.
+    """The results of a variant; None if a value is unknown.
 
     Attributes:
         uncached_ms, one_pass_ms, prefill_ms, cached_ms, pieces_ms: medians.
-        uncached_in_a_row_ms, cached_in_a_row_ms, pieces_in_a_row_ms: medians, of a call among others.
-        ratio: uncached over cached, in a row. ratio_of_pieces: uncached over pieces, in a row.
+        uncached_in_a_row_ms, cached_in_a_row_ms, pieces_in_a_row_ms: medians per call, several in a row.
+        ratio: uncached over cached, in a row.
+        ratio_of_pieces: uncached over pieces, in a row.
         ratio_alone: uncached over cached.
         candidates_per_second: cached, in a row.
         cache_mb: MiB of the cache of all rows.
@@ -114,7 +116,7 @@ def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device
     scoring = Scoring(pipeline, microbatch, device)
     uncached = (scoring.uncached() - right).abs().max()
     allowed = FACTOR * uncached + CLOSE * right.abs().max().clamp(min=1)
-    wrong = [(found - right).abs().max() for found in _with_a_cache(scoring)]
+    wrong = [(scores - right).abs().max() for scores in _with_a_cache(scoring)]
     error = float(torch.stack(wrong).max() / allowed)
     return error if error == error else float("inf")
 
@@ -122,7 +124,9 @@ def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device
 def difference_of(scoring: Scoring) -> float:
     """Returns the largest difference between cached and uncached scores at full size."""
     uncached = scoring.uncached()
-    far = [((found - uncached).abs() / uncached.abs().clamp(min=1)).max() for found in _with_a_cache(scoring)]
+    far = [
+        ((scores - uncached).abs() / uncached.abs().clamp(min=1)).max() for scores in _with_a_cache(scoring)
+    ]
     return float(torch.stack(far).max())
 
 
@@ -155,16 +159,16 @@ def build(
 
 
 def times_of(scoring: Scoring, repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each way, in turns; with the suffix `IN_A_ROW`, of a call among others."""
+    """Measures milliseconds of each way in turn; with the suffix `IN_A_ROW`, per call of several in a row."""
     ways = ("uncached", "one_pass", "prefill", "cached", "pieces")
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    found |= {way + IN_A_ROW: [] for way in QUEUED}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    times |= {way + IN_A_ROW: [] for way in QUEUED}
     for _ in range(repeats):
         for way in ways:
-            found[way].append(_milliseconds(getattr(scoring, way), device))
+            times[way].append(_milliseconds(getattr(scoring, way), device))
         for way in QUEUED:
-            found[way + IN_A_ROW].append(_milliseconds(getattr(scoring, way), device, CALLS))
-    return found
+            times[way + IN_A_ROW].append(_milliseconds(getattr(scoring, way), device, CALLS))
+    return times
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
@@ -189,13 +193,13 @@ def record_of(
     commit: str,
 ) -> Record:
     """Collects the results of a variant."""
-    stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
+    stacks = [entry.hstu for entry in pipeline.model.ranker.mixer.mixture.stacks]
     stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
-    middle = {way: statistics.median(own) for way, own in times.items()}
+    middle = {way: statistics.median(way_times) for way, way_times in times.items()}
 
     def ratio(way: str, suffix: str = IN_A_ROW) -> float | None:
         pairs = zip(times.get("uncached" + suffix, ()), times.get(way + suffix, ()), strict=True)
-        return statistics.median(slow / own for slow, own in pairs) if times else None
+        return statistics.median(slow / way_times for slow, way_times in pairs) if times else None
 
     total = shape.batch * shape.candidates
     return Record(
@@ -229,7 +233,7 @@ def record_of(
 
 
 def table(records: Sequence[Record]) -> str:
-    """One line a variant."""
+    """Formats one line per variant."""
     columns = {
         "uncached_ms": ",.1f",
         "one_pass_ms": ",.1f",
@@ -258,7 +262,7 @@ def table(records: Sequence[Record]) -> str:
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Benches the variants; see the head of this file."""
+    """Measures the variants; see the head of this file."""
     options = _options(arguments)
     environment.import_torchrec_quietly()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -303,21 +307,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = Path(__file__).with_name("bench_step.config")
     parser.add_argument("--config", type=Path, default=default)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE")
-    for name, value, what in (
-        ("history", 4096, "events of each row"),
-        ("rows", 8, "rows that are scored together"),
-        ("candidates", 2048, "candidates of each row"),
-        ("microbatch", 256, "candidates of each row that are scored together"),
-        ("window", 256, "events that a history token looks back"),
-        ("prefix", 64, "first events that stay visible"),
-        ("tail", 1024, "newest events behind a truncation"),
-        ("repeats", 10, "times that each way counts"),
+    for name, value, meaning in (
+        ("history", 4096, "number of events of each row"),
+        ("rows", 8, "number of rows that are scored together"),
+        ("candidates", 2048, "number of candidates of each row"),
+        ("microbatch", 256, "number of candidates of each row that are scored together"),
+        ("window", 256, "window of a history token, in events"),
+        ("prefix", 64, "number of oldest events that stay visible"),
+        ("tail", 1024, "number of newest events that a truncation keeps"),
+        ("repeats", 10, "number of measurements of each way"),
     ):
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
-    parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{meaning}; default: {value}")
+    parser.add_argument("--backend", help="attention backend; default: auto on CUDA, else reference")
     parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="repeatable")
-    parser.add_argument("--record", type=Path, help="file for the list of results")
-    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    parser.add_argument("--record", type=Path, help="file to which the results are written")
+    parser.add_argument("--commit", help="commit to record, for machines without git")
     return parser.parse_args(arguments)
 
 

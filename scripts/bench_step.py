@@ -1,28 +1,29 @@
 #!/usr/bin/env python3
-"""Time, memory and useful TFLOP/s of a training step on long histories, by kind of attention.
+"""Measures time, memory and useful TFLOP/s of a training step on long histories, by kind of attention.
 
     python scripts/bench_step.py [--history 8192] [--batch 8] [--variant NAME ...] [--record FILE]
     python scripts/bench_step.py --config configs/ml_1m_ranking.config --history 2048 [--set PATH=VALUE ...]
 
-The model is that of a ranking config (default: bench_step.config beside this file), its stack in these
+The model is that of a ranking config (default: bench_step.config beside this file), with its stack in these
 variants, all with the same number of layers of the same width:
 
-    full                          every layer sees everything
-    semi-local                    every layer has --window and --prefix
-    truncation                    behind --split-layer layers only the newest --tail events go on
-    semi-local truncation         both
-    channels                      two stacks, each on half of the events
-    channels semi-local truncation
+  full                          every layer sees everything
+  semi-local                    every layer has --window and --prefix
+  truncation                    after --split-layer layers, only the newest --tail events remain
+  semi-local truncation         both
+  channels                      two stacks, each on half of the events
+  channels semi-local truncation
 
-Every history has --history made-up events, every row --candidates candidates; id features become hashes, so
-no data is needed. A variant's loss and gradients are compared before it is timed, on rows of at most 512
-events, a quarter of which a truncation leaves: its backend in the model's precision may be twice as far from
-the reference backend in float32 as the reference in that precision is. Then variants take turns, step by step
-(forward, loss, backward, AdamW), and ratios are medians over pairs. Useful FLOP: three times those of a
-forward pass over real tokens and visible pairs. Memory: the most that a step holds with weights and optimizer
-state. `--record` writes a list with a line a variant.
+Every history has --history generated events, and every row --candidates candidates. Id features become
+hashes, so no data is needed. A variant's loss and gradients are checked before it is timed, on rows of at
+most 512 events, of which a truncation keeps a quarter: the error of its backend in the model's precision,
+against the reference backend in float32, may be twice that of the reference backend in the model's
+precision. Then the variants take turns, step by step (forward, loss, backward, AdamW), and ratios are
+medians over pairs. Useful FLOP are three times those of a forward pass over real tokens and visible pairs.
+Memory is the peak of a step, including weights and optimizer state. `--record` writes a list with one entry
+per variant.
 
-On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
+The script runs on CUDA if available. The exit code is 1 if a variant is wrong or does not fit into memory.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CHECKED_EVENTS, CHECKED_TAIL = 512, 4
 
 @dataclass(frozen=True)
 class Record:
-    """One variant; None for what is not known. `speedup` is the time of "full" over this one's."""
+    """The results of a variant, None if a value is unknown; `speedup` is the time of "full" over its own."""
 
     variant: str
     backend: str
@@ -82,39 +83,39 @@ class Record:
 
 
 def batches_of(pipeline: pb.Pipeline, device: torch.device) -> list[Batch]:
-    """The batches that a training run would get."""
+    """Returns the batches that a training run would get."""
     loader = Loader.open(pipeline, "train", layout_rule(pipeline))
     return [batch.to(device) for batch in islice(loader.epoch(0), BATCHES)]
 
 
 def error_of(base: pb.Pipeline, name: str, shape: Shape, device: torch.device) -> float:
-    """The largest error of loss and gradients relative to what is allowed; above 1 is wrong."""
+    """Returns the largest error of loss and gradients relative to the allowed one; above 1 is wrong."""
     history = min(shape.history, CHECKED_EVENTS)
     short = replace(shape, history=history, batch=2, tail=min(shape.tail, max(1, history // CHECKED_TAIL)))
     pipeline = variant_of(base, name, short)
     batch = batches_of(pipeline, device)[0]
-    found = []
+    results = []
     for backend, precision in (
         (shape.backend, pipeline.model.precision),
         ("reference", pipeline.model.precision),
         ("reference", pb.FP32),
     ):
-        one = variant_of(base, name, replace(short, backend=backend))
-        one.model.precision = precision
+        variant = variant_of(base, name, replace(short, backend=backend))
+        variant.model.precision = precision
         torch.manual_seed(0)
-        found.append(loss_and_gradients(build_model(one).to(device).eval(), batch))
-    everything = float(torch.cat([part.flatten() for part in found[2]]).norm())
+        results.append(loss_and_gradients(build_model(variant).to(device).eval(), batch))
+    everything = float(torch.cat([part.flatten() for part in results[2]]).norm())
     worst = 0.0
-    for got, other, right in zip(*found, strict=True):
+    for got, reference, right in zip(*results, strict=True):
         norm = float(right.norm())
-        allowed = FACTOR * float((other - right).norm()) + 1e-3 * norm + 1e-6 * everything
+        allowed = FACTOR * float((reference - right).norm()) + 1e-3 * norm + 1e-6 * everything
         error = float((got - right).norm()) / max(allowed, 1e-30)
         worst = max(worst, error if error == error else float("inf"))
     return worst
 
 
 def loss_and_gradients(model: Model, batch: Batch) -> list[Tensor]:
-    """Without dropout, in float32."""
+    """Returns the loss and all gradients, without dropout, in float32."""
     loss = mean_loss(model.objective(model(batch), batch))
     gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
     return [loss.detach().float()[None], *(gradient.float() for gradient in gradients)]
@@ -124,14 +125,15 @@ class Runner:
     """A variant's model, optimizer and batches on the device.
 
     Attributes:
-        flop: useful FLOP of a step, the mean over batches. tokens: likewise.
-        peak_bytes: the most that a step holds; None on a CPU.
-        times: ms of the steps that count.
+        flop: useful FLOP of a step, mean over batches.
+        tokens: tokens of a step, mean over batches.
+        peak_bytes: peak memory of a step; None on a CPU.
+        times: ms of the measured steps.
     """
 
     def __init__(self, pipeline: pb.Pipeline, device: torch.device):
         self.device = device
-        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        baseline_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         self.batches = batches_of(pipeline, device)
         torch.manual_seed(0)
         self.model = build_model(pipeline).to(device).train()
@@ -144,11 +146,11 @@ class Runner:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.step(1)
-            self.peak_bytes = torch.cuda.max_memory_allocated(device) - held
+            self.peak_bytes = torch.cuda.max_memory_allocated(device) - baseline_bytes
 
     def step(self, number: int) -> float:
-        """Milliseconds of a training step."""
-        # Every batch of a training run is new: nothing derived from its layout is there yet.
+        """Runs a training step and returns its milliseconds."""
+        # Every batch of a training run is new: nothing has been derived from its layout yet.
         batch = self.batches[number % len(self.batches)].to(self.device)
         self._wait()
         start = time.perf_counter()
@@ -164,7 +166,7 @@ class Runner:
 
 
 def build(base: pb.Pipeline, name: str, shape: Shape, device: torch.device) -> Runner | None:
-    """A variant that is ready to be timed; None, with a line on stderr, where it is wrong or too large."""
+    """Builds a variant for timing; returns None, with a line on stderr, if it is wrong or too large."""
     try:
         error = error_of(base, name, shape, device)
         if not error <= 1:
@@ -192,12 +194,14 @@ def record_of(
     name: str, runner: Runner | None, full: Runner | None, pipeline: pb.Pipeline, shape: Shape, commit: str
 ) -> Record:
     """Collects the results of a variant."""
-    stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
+    stacks = [entry.hstu for entry in pipeline.model.ranker.mixer.mixture.stacks]
     stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
     ms = statistics.median(runner.times) if runner else None
     speedup = None
     if runner and full:
-        speedup = statistics.median(slow / own for slow, own in zip(full.times, runner.times, strict=True))
+        speedup = statistics.median(
+            slow / time_of_runner for slow, time_of_runner in zip(full.times, runner.times, strict=True)
+        )
     return Record(
         variant=name,
         backend=shape.backend,
@@ -219,7 +223,7 @@ def record_of(
 
 
 def table(records: Sequence[Record]) -> str:
-    """One line a variant."""
+    """Formats one line per variant."""
     columns = (("ms", 1), ("speedup", 2), ("useful_gflop", 1), ("tflops", 2), ("peak_mb", 0))
     width = max(len(record.variant) for record in records)
     lines = [f"{'':<{width}}" + "".join(f"{name:>14}" for name, _ in columns)]
@@ -233,7 +237,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Benches the variants; see the head of this file."""
+    """Measures the variants; see the head of this file."""
     options = _options(arguments)
     environment.import_torchrec_quietly()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -275,21 +279,25 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".config"))
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE")
-    for name, value, what in (
-        ("history", 8192, "events of each row"),
-        ("batch", 8, "rows of a batch"),
-        ("candidates", 32, "candidates of each row"),
-        ("window", 256, "events that a history token looks back"),
-        ("prefix", 64, "first events that stay visible"),
-        ("tail", 1024, "newest events behind a truncation"),
-        ("repeats", 10, "steps of each variant that count"),
+    for name, value, meaning in (
+        ("history", 8192, "number of events of each row"),
+        ("batch", 8, "number of rows of a batch"),
+        ("candidates", 32, "number of candidates of each row"),
+        ("window", 256, "window of a history token, in events"),
+        ("prefix", 64, "number of oldest events that stay visible"),
+        ("tail", 1024, "number of newest events that a truncation keeps"),
+        ("repeats", 10, "number of measured steps of each variant"),
     ):
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
-    parser.add_argument("--split-layer", type=positive, help="layers in front of a truncation; default: half")
-    parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
-    parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="default: all; repeatable")
-    parser.add_argument("--record", type=Path, help="file for the list of results")
-    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{meaning}; default: {value}")
+    parser.add_argument(
+        "--split-layer", type=positive, help="number of layers before a truncation; default: half"
+    )
+    parser.add_argument("--backend", help="attention backend; default: auto on CUDA, else reference")
+    parser.add_argument(
+        "--variant", action="append", choices=[*VARIANTS], help="may be repeated; default: all"
+    )
+    parser.add_argument("--record", type=Path, help="file to which the results are written")
+    parser.add_argument("--commit", help="commit to record, for machines without git")
     return parser.parse_args(arguments)
 
 

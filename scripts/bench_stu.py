@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Speed of one STU layer on a GPU: a training step of the whole layer, and only where it is right.
+"""Measures the speed of one STU layer on a GPU: a training step of the layer, checked before it is timed.
 
     python scripts/bench_stu.py [--lengths 1024 2048 4099 8192] [--batch 32] [--record FILE]
 
-Width 1024, 4 heads of 256, gate u * norm(a), tokens in bfloat16 and products by autocast, as in a model of
-that precision, every sample equally long. First output and gradients of a small batch: they may be twice as
-far from float64 as the reference backends in bfloat16 are. Then forward and backward are timed with CUDA
-events (medians), with the front of the layer compiled and not. Useful FLOP: three times those of the forward,
-2 x rows x weights and 4 x width a visible pair. `--record` adds lines like those of `bench_ops.py` to a file,
-which may be there.
+The layer has width 1024, 4 heads of 256 and the gate u * norm(a). Tokens are bfloat16 and products run
+under autocast, as in a model of that precision; all samples are equally long. First, output and gradients
+of a small batch are checked: their error from float64 may be twice that of the reference backends in
+bfloat16. Then forward and backward are timed with CUDA events (medians), with and without compiling the
+front of the layer. Useful FLOP are three times those of the forward pass: 2 x rows x weights, and 4 x width
+per visible pair. `--record` appends entries like those of `bench_ops.py` to a file, which is created if it
+does not exist.
 
-On a CPU it runs tiny shapes, to test itself. Exit code 1 when the layer was wrong.
+On a CPU, tiny shapes test the script itself. The exit code is 1 if the layer is wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OP = "stu_layer"
 
 
 def layer_of(width: int, heads: int, device: str) -> STULayer:
-    """An STU layer in training mode, without dropout."""
+    """Builds an STU layer in training mode, without dropout."""
     torch.manual_seed(0)
     form = STUConfig(gate="ugn")
     layer = STULayer(width, num_heads=heads, qk_dim=width // heads, v_dim=width // heads, config=form)
@@ -47,13 +48,13 @@ def layer_of(width: int, heads: int, device: str) -> STULayer:
 
 
 def tokens(rows: int, width: int, device: str, seed: int) -> Tensor:
-    """Tokens, bfloat16 [rows, width], a leaf with a gradient."""
+    """Makes tokens, bfloat16 [rows, width], a leaf with a gradient."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
 
 
 def forward(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf16: bool) -> Tensor:
-    """The layer's output, with attention by the given backend."""
+    """Returns the layer's output, with attention by the given backend."""
     alpha = (layer.widths[2] // layer.num_heads) ** -0.5
     problem = Problem(layout, AttentionMask(), alpha, float(layout.max_len))
     attend = partial(hstu_attend, problem=problem, backend=backend)
@@ -62,23 +63,23 @@ def forward(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf
 
 
 def results(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf16: bool) -> list[Tensor]:
-    """Output and all gradients, in float64."""
+    """Returns output and all gradients in float64."""
     out = forward(layer, x, layout, backend, bf16)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
-    found = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
-    return [tensor.detach().double() for tensor in (out, *found)]
+    gradients = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
+    return [tensor.detach().double() for tensor in (out, *gradients)]
 
 
 def widest_error(width: int, heads: int, device: str, backend: str) -> float:
-    """The largest error of a tensor relative to what is allowed; above 1 is wrong."""
+    """Returns the largest error of a tensor relative to the allowed one; above 1 is wrong."""
     layer, layout = layer_of(width, heads, device), SequenceLayout(torch.tensor([300, 1, 77])).to(device)
     x = tokens(layout.total_len, width, device, seed=1)
     ours, theirs = (results(layer, x, layout, name, bf16=True) for name in (backend, "reference"))
     right = results(layer.double(), x.detach().double().requires_grad_(), layout, "reference", bf16=False)
     worst = 0.0
-    for got, other, exact in zip(ours, theirs, right, strict=True):
+    for got, reference, exact in zip(ours, theirs, right, strict=True):
         norm = exact.norm().clamp(min=1e-12)
-        allowed = FACTOR * (other - exact).norm() / norm + 1e-3
+        allowed = FACTOR * (reference - exact).norm() / norm + 1e-3
         error = float((got - exact).norm() / norm / allowed)
         worst = max(worst, error if error == error else float("inf"))
     return worst
@@ -120,13 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     sizes = (32, 1024, 4, [1024, 2048, 4099, 8192]) if on_gpu else (2, 16, 2, [9])
-    parser.add_argument("--batch", type=positive, default=sizes[0], help="samples")
-    parser.add_argument("--width", type=positive, default=sizes[1], help="of a token")
+    parser.add_argument("--batch", type=positive, default=sizes[0], help="number of samples")
+    parser.add_argument("--width", type=positive, default=sizes[1], help="width of a token")
     parser.add_argument("--heads", type=positive, default=sizes[2])
-    parser.add_argument("--lengths", type=positive, nargs="+", default=sizes[3], help="tokens of a sample")
-    parser.add_argument("--backend", help="of attention; default: sm90 on CUDA, else reference")
-    parser.add_argument("--record", type=Path, help="file whose list of records grows")
-    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    parser.add_argument(
+        "--lengths", type=positive, nargs="+", default=sizes[3], help="number of tokens of a sample"
+    )
+    parser.add_argument("--backend", help="attention backend; default: sm90 on CUDA, else reference")
+    parser.add_argument("--record", type=Path, help="file to which records are appended")
+    parser.add_argument("--commit", help="commit to record, for machines without git")
     options = parser.parse_args(arguments)
     device = "cuda" if on_gpu else "cpu"
     backend = options.backend or ("sm90" if on_gpu else "reference")

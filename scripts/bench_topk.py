@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Speed of finding the best items of a catalogue: exactly, and with indices of faiss.
+"""Measures the speed of finding the best items of a catalogue, exactly and with indices of faiss.
 
     python scripts/bench_topk.py [--items 1000000] [--dim 64] [--queries 256] [--k 10] [--removed 50]
                                  [--dtype float32] [--backend auto --backend reference ...]
                                  [--index "HNSW32" --index "IVF4096,Flat nprobe=32" ...] [--record FILE]
 
-Items are synthetic unit vectors around 1,000 centers, so that an index finds neighbors; queries lie around
-the same centers. --removed items of each query, drawn at random, must not be found. Exact search runs on CUDA
-when it is there, with each --backend of `top_k`; an index on the CPU. --dtype is that of items. The answers
-are compared first, in float64: a wrong item, a removed one or a wrong score is not timed. `recall` is the
-share of the exact answer that an index found.
+Items are synthetic unit vectors around 1,000 centers, so that an index can find neighbors; queries lie
+around the same centers. For each query, --removed random items must not be found. Exact search runs on CUDA
+if available, with each --backend of `top_k`; an index runs on the CPU. --dtype is the type of the items.
+The answers are checked first, in float64: a search that returns a wrong item, a removed item or a wrong
+score is not timed. `recall` is the share of the exact answer that an index found.
 
-Exit code 1 when an answer is wrong.
+The exit code is 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from scripts import bench_records
 
 CENTRES = 1000
 CHECKED = 16
-"""Queries whose answers are compared with all scores in float64."""
+"""Number of queries whose answers are compared with all scores in float64."""
 
 CHECKED_ITEMS = 1 << 20
-"""Items that are compared at a time."""
+"""Number of items that are compared at a time."""
 
 CLOSE = 1e-5
 """Largest difference of a score; scores of unit vectors are at most 1."""
@@ -59,12 +59,12 @@ class Problem:
     k: int
 
     def gone(self) -> dict[str, Tensor]:
-        """As arguments."""
+        """The removed items, as arguments of `top_k`."""
         return {"removed": self.removed, "removed_lengths": self.removed_lengths}
 
     @cached_property
     def scores(self) -> Tensor:
-        """float64 [CHECKED, V] of the first queries, -inf for removed items."""
+        """Scores of the first queries, float64 [CHECKED, V], -inf for removed items."""
         queries = self.queries[:CHECKED].double()
         scores = torch.cat([queries @ part.double().T for part in self.items.split(CHECKED_ITEMS)], dim=1)
         for row, gone in zip(scores, self.removed.split(self.removed_lengths.tolist()), strict=False):
@@ -74,7 +74,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the table; milliseconds, MiB beyond items and queries, seconds of building an index."""
+    """One line of the table: milliseconds, MiB beyond items and queries, seconds to build an index."""
 
     search: str
     backend: str | None
@@ -96,7 +96,7 @@ class Record:
 def make(
     items: int, dim: int, queries: int, k: int, removed: int, dtype: torch.dtype = torch.float32
 ) -> Problem:
-    """A problem, the same for the same numbers, on the host; `dtype` is that of the items."""
+    """Makes a reproducible problem on the host; `dtype` is the type of the items."""
     draw = torch.Generator().manual_seed(1)
     centres = F.normalize(torch.randn(CENTRES, dim, generator=draw), dim=1)
 
@@ -108,10 +108,10 @@ def make(
     return Problem(around(items).to(dtype), around(queries), gone, torch.full((queries,), removed), k)
 
 
-def fault(problem: Problem, found: TopK, *, exact: bool) -> str | None:
+def fault(problem: Problem, answer: TopK, *, exact: bool) -> str | None:
     """Describes the first fault in the answers of the first queries; None if there is none."""
     for row, scores in enumerate(problem.scores):
-        items, given = found.items[row].cpu(), found.scores[row].cpu().double()
+        items, given = answer.items[row].cpu(), answer.scores[row].cpu().double()
         if items.unique().numel() != len(items) or (scores[items] - given).abs().max() > CLOSE:
             return f"query {row}: items twice or removed, or their scores are not the inner products"
         best = scores.topk(problem.k).values
@@ -121,7 +121,7 @@ def fault(problem: Problem, found: TopK, *, exact: bool) -> str | None:
 
 
 def times_of(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Milliseconds of each repeat, after one that does not count."""
+    """Returns the milliseconds of each repeat, after a warm-up."""
     times = []
     for _ in range(repeats + 1):
         if device.type == "cuda":
@@ -135,7 +135,7 @@ def times_of(call: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs the benchmark and returns the exit code."""
     options = _options(arguments)
     commit = options.commit or bench_records.current_commit()
     sizes = (options.items, options.dim, options.queries, options.k)

@@ -43,7 +43,7 @@ _TYPES = {
     pb2.FieldDescriptorProto.TYPE_BOOL: "bool",
     pb2.FieldDescriptorProto.TYPE_STRING: "string",
 }
-# Numbers of fields in descriptor.proto, of which a location's path is made.
+# Numbers of fields in descriptor.proto, which make up the path of a location.
 _FILE_MESSAGE, _FILE_ENUM, _FILE_OPTION = 4, 5, 7
 _MESSAGE_FIELD, _MESSAGE_ENUM = 2, 4
 _ENUM_VALUE = 2
@@ -77,10 +77,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_protos(folder: Path) -> list[Commented]:
-    """All proto files of a folder with their comments, the root first.
+    """Reads all proto files of a folder with their comments, the root first.
 
     Raises:
-        ValueError: protoc refuses a file; its message is on stderr.
+        ValueError: protoc rejects a file; its message is on stderr.
     """
     from grpc_tools import protoc  # in the `dev` extra only
 
@@ -93,9 +93,9 @@ def read_protos(folder: Path) -> list[Commented]:
             != 0
         ):
             raise ValueError(f"protoc refused a file of {folder}; its message is above")
-        found = pb2.FileDescriptorSet.FromString(out.read_bytes()).file
+        described = pb2.FileDescriptorSet.FromString(out.read_bytes()).file
     order = {name: place for place, name in enumerate(FIRST)}
-    ordered = sorted(found, key=lambda file: (order.get(Path(file.name).stem, len(FIRST)), file.name))
+    ordered = sorted(described, key=lambda file: (order.get(Path(file.name).stem, len(FIRST)), file.name))
     return [Commented(file, _comments(file)) for file in ordered]
 
 
@@ -109,27 +109,27 @@ def _comments(file: pb2.FileDescriptorProto) -> dict[tuple[int, ...], str]:
 
 
 def without_comment(sources: list[Commented]) -> list[str]:
-    """Full names of messages, fields, enums, enum values and options that no comment explains."""
-    found = []
+    """Returns full names of messages, fields, enums, enum values and options without a comment."""
+    unexplained = []
     for file, comments in sources:
         for name, path in _elements(file):
             if path not in comments:
-                found.append(name)
-    return found
+                unexplained.append(name)
+    return unexplained
 
 
 def _elements(file: pb2.FileDescriptorProto) -> list[tuple[str, tuple[int, ...]]]:
-    found = []
+    elements = []
     for number, message in enumerate(file.message_type):
         place = (_FILE_MESSAGE, number)
-        found.append((message.name, place))
+        elements.append((message.name, place))
         for index, field in enumerate(message.field):
-            found.append((f"{message.name}.{field.name}", (*place, _MESSAGE_FIELD, index)))
+            elements.append((f"{message.name}.{field.name}", (*place, _MESSAGE_FIELD, index)))
         for index, enum in enumerate(message.enum_type):
-            found += _enum_elements(enum, f"{message.name}.{enum.name}", (*place, _MESSAGE_ENUM, index))
+            elements += _enum_elements(enum, f"{message.name}.{enum.name}", (*place, _MESSAGE_ENUM, index))
     for number, enum in enumerate(file.enum_type):
-        found += _enum_elements(enum, enum.name, (_FILE_ENUM, number))
-    return found + [(option.name, (_FILE_OPTION, n)) for n, option in enumerate(file.extension)]
+        elements += _enum_elements(enum, enum.name, (_FILE_ENUM, number))
+    return elements + [(option.name, (_FILE_OPTION, n)) for n, option in enumerate(file.extension)]
 
 
 def _enum_elements(
@@ -140,7 +140,7 @@ def _enum_elements(
 
 
 def reference(sources: list[Commented]) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [
         "# Every setting of a `.config`",
         f"Made by `{COMMAND}` from the comments in `protos/`; edit those. A `.config` is one "
@@ -150,7 +150,7 @@ def reference(sources: list[Commented]) -> str:
     ]
     for source in sources:
         if not source.file.message_type:
-            continue  # what the schema says of itself is no setting
+            continue  # the options that describe the schema are not settings
         parts.append(f"## {Path(source.file.name).stem}.proto")
         for number, message in enumerate(source.file.message_type):
             parts += _message(source, message, (_FILE_MESSAGE, number))

@@ -1,4 +1,4 @@
-"""What MkDocs does with a page of docs/ before it renders it; `hooks` of mkdocs.yml names this file.
+"""Prepares the pages of docs/ before MkDocs renders them; `hooks` of mkdocs.yml names this file.
 
 Pages link to files of the repository by relative paths, which work where the repository is read. On the site
 such a link leads to the repository if its address is known (`DOCS_REPO_URL`), and is plain text otherwise. A
@@ -24,13 +24,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def prepared(markdown: str, folder: str, repo_url: str) -> str:
-    """Returns the text of a page that stands in `folder`, a path from the root of the repository."""
+    """Returns the text of a page in `folder`, a path from the root of the repository."""
     included = INCLUDE.sub(lambda match: _rebased(match[1], folder), markdown)
     return LINK.sub(lambda match: _link(match, folder, repo_url), included)
 
 
 def _rebased(path: str, folder: str) -> str:
-    """The text of a file, with its relative links as they must be in `folder`."""
+    """Returns the text of a file, with relative links rewritten for `folder`."""
 
     def link(match: re.Match[str]) -> str:
         target = match[2]

@@ -74,7 +74,7 @@ class Drawing:
 
 
 def kinds(contextual: int, history: int, targets: int) -> list[tuple[str, str]]:
-    """Label and color of each token of a sample [contextual | history | targets]."""
+    """Returns label and color of each token of a sample [contextual | history | targets]."""
     return (
         [("c", CONTEXTUAL)] * contextual
         + [(str(number % 10), HISTORY) for number in range(1, history + 1)]
@@ -83,7 +83,7 @@ def kinds(contextual: int, history: int, targets: int) -> list[tuple[str, str]]:
 
 
 def sample(contextual: int, history: int, targets: int) -> SequenceLayout:
-    """The layout of one sample."""
+    """Returns the layout of one sample."""
     length = torch.tensor([contextual + history + targets])
     return SequenceLayout(length, num_targets=torch.tensor([targets]), num_contextual=contextual)
 
@@ -91,7 +91,7 @@ def sample(contextual: int, history: int, targets: int) -> SequenceLayout:
 def mask_picture(
     title: str, mask: AttentionMask, contextual: int = 2, history: int = 8, targets: int = 3
 ) -> str:
-    """One mask as a matrix: a colored square where the row's token sees the column's."""
+    """Draws a mask as a matrix: a colored square where the row's token sees the column's."""
     tokens = kinds(contextual, history, targets)
     visible = dense_mask(mask, sample(contextual, history, targets))[0].tolist()
     side = CELL * len(tokens)
@@ -116,7 +116,7 @@ def row(drawing: Drawing, x: float, y: float, tokens: Sequence[tuple[str, str]])
 
 
 def sequence_picture() -> str:
-    """The two ways in which an event's action enters a ranking sequence, and a retrieval sequence."""
+    """Draws the two ways in which an event's action enters a ranking sequence, and a retrieval sequence."""
     drawing = Drawing(730, 250, "The sequence of a ranker and of a retriever")
     interleaved = [pair for number in "12345" for pair in ((number, HISTORY), ("a", ACTION))]
     rows = (
@@ -141,7 +141,7 @@ def sequence_picture() -> str:
 
 
 def truncation_picture() -> str:
-    """A stack of two layer groups, of which the second keeps the newest 4 history tokens."""
+    """Draws a stack of two layer groups, the second of which keeps the newest 4 history tokens."""
     tokens = kinds(2, 10, 2)
     kept = set(sample(2, 10, 2).truncate(4).index.tolist())
     drawing = Drawing(560, 220, "Truncation between two groups of layers")
@@ -160,7 +160,7 @@ def truncation_picture() -> str:
 
 
 def channels_picture() -> str:
-    """A history as two channels, each with a stack of its own."""
+    """Draws a history as two channels, each with its own stack."""
     drawing = Drawing(700, 210, "A mixture of two channels")
     events = [(str(number), HISTORY) for number in range(1, 9)]
     clicked, watched = [events[i] for i in (0, 2, 3, 6)], [events[i] for i in (1, 3, 5, 6, 7)]
@@ -192,7 +192,7 @@ def stages(drawing: Drawing, y: float, boxes: Sequence[tuple[str, str]], width: 
 
 
 def pipeline_picture() -> str:
-    """The commands from an event log to recommendations."""
+    """Draws the commands from an event log to recommendations."""
     drawing = Drawing(860, 150, "From an event log to recommendations")
     boxes = (
         ("event log", "csv, parquet"),
@@ -212,7 +212,7 @@ def pipeline_picture() -> str:
 
 
 def families_picture() -> str:
-    """The models: a ranker scores given candidates, a retriever searches the catalogue."""
+    """Draws the models: a ranker scores given candidates, a retriever searches the catalogue."""
     drawing = Drawing(720, 190, "Ranking and retrieval")
     for y, name, boxes in (
         (30, "Ranker", (("user, history,", "candidates"), ("mixer", "one pass"), ("head", "a score a task"))),
@@ -228,7 +228,7 @@ def families_picture() -> str:
 
 
 def caching_picture() -> str:
-    """Cached scoring: the history once, then candidates in pieces."""
+    """Draws cached scoring: the history once, then candidates in pieces."""
     drawing = Drawing(660, 190, "Scoring with a cache")
     drawing.text(20, 28, "1. prefill: user and history, once", bold=True)
     end = row(drawing, 20, 40, kinds(2, 8, 0))
@@ -249,7 +249,7 @@ def caching_picture() -> str:
 
 
 def pictures() -> Iterator[tuple[str, str]]:
-    """Name and content of every file."""
+    """Yields name and content of every file."""
     yield "pipeline", pipeline_picture()
     yield "sequence", sequence_picture()
     yield "families", families_picture()
@@ -268,7 +268,7 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 
 def differing() -> list[Path]:
-    """Files of docs/figures that are missing, stale or drawn by nobody."""
+    """Returns the files of docs/figures that are missing, stale or superfluous."""
     drawn = {FOLDER / f"{name}.svg": content for name, content in pictures()}
     stale = [
         path for path, content in drawn.items() if not path.is_file() or path.read_text("utf-8") != content

@@ -4,10 +4,9 @@
     python scripts/find_wrong_tile.py --backend sm90 --dim 64 --lengths 64 [--targets 0] [--contextual 0]
         [--window 128] [--prefix 0] [--target-window] [--group 1] [--heads 1] [--strip 64] [--keys 128]
 
-Prints one line a sample, head and strip of rows with its error, then takes the first wrong one apart: for
-each block of keys the values of all other keys are zeroed, so that the output is what this block alone
-contributes.
-A block whose contribution is that of another block, missing, doubled or unmasked is named as such.
+It prints one line per sample, head and strip of rows with its error, then analyzes the first wrong one: for
+each block of keys, the values of all other keys are zeroed, so that the output is the contribution of this
+block. It reports a block whose contribution is that of another block, missing, doubled or unmasked.
 """
 
 from __future__ import annotations
@@ -67,7 +66,9 @@ def diagnose(got: Tensor, number: int, masked: list[Tensor], unmasked: list[Tens
         "added twice": 2 * masked[number],
         "missing": torch.zeros_like(masked[number]),
     }
-    guesses |= {f"masked like block {i}": other for i, other in enumerate(masked) if i != number}
+    guesses |= {
+        f"masked like block {i}": masked_block for i, masked_block in enumerate(masked) if i != number
+    }
     for name, guess in guesses.items():
         if error(got, guess) < TOLERANCE or (name == "missing" and not bool(got.any())):
             return f"WRONG: {name}"
@@ -85,14 +86,14 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--lengths", type=int, nargs="+", default=[64])
-    parser.add_argument("--targets", type=int, default=0, help="of each sample, at its end")
+    parser.add_argument("--targets", type=int, default=0, help="number of targets at the end of each sample")
     parser.add_argument("--contextual", type=int, default=0)
     parser.add_argument("--window", type=int)
     parser.add_argument("--prefix", type=int, default=0)
     parser.add_argument("--target-window", action="store_true")
     parser.add_argument("--group", type=int, default=1)
-    parser.add_argument("--strip", type=int, default=64, help="rows of a line")
-    parser.add_argument("--keys", type=int, default=128, help="keys of a block")
+    parser.add_argument("--strip", type=int, default=64, help="number of rows per printed line")
+    parser.add_argument("--keys", type=int, default=128, help="number of keys per block")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = torch.tensor(options.lengths)

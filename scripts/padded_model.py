@@ -1,9 +1,9 @@
-"""The yardstick of `bench_cpu.py`: a model of this package, computed as on padded tensors.
+"""The reference of `bench_cpu.py`: a model of this package that computes on padded tensors.
 
-Every row of a batch is filled up to the batch's longest history and its largest number of candidates. Layers
-that look at single tokens run on all of them, attention on [B, H, L, L] scores under a mask that is made once
-a batch. Nothing else is wasted: losses are taken of real positions only. So loss and gradients are those of
-the jagged model, and only the time differs.
+Every row of a batch is padded to the batch's longest history and its largest number of candidates. Layers
+that read single tokens run on all of them, and attention runs on [B, H, L, L] scores under a mask that is
+made once per batch. Losses are computed at real positions only. So loss and gradients are those of the
+jagged model, and only the time differs.
 """
 
 from collections.abc import Callable
@@ -31,26 +31,27 @@ from recsys.ops.relative_bias import dense_bias, relative_positions
 
 
 class Side(NamedTuple):
-    """Events or candidates, `width` in each row; `places` int64 [n] is where the real ones went."""
+    """Events or candidates, padded to `width` per row; `places`, int64 [n], locates the real ones."""
 
     rows: int
     width: int
     places: Tensor
 
     def fill(self, values: Tensor, filling: Tensor | int = 0) -> Tensor:
-        """[n] to [rows * width]; `filling` is a number or [rows, 1]."""
+        """Pads [n] to [rows * width] with `filling`, a number or [rows, 1]."""
         filled = values.new_zeros(self.rows, self.width) + filling
         return filled.flatten().scatter(0, self.places, values)
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """A batch whose rows are equally long, with what it was made of.
+    """A batch with padded rows, and the batch that it was made of.
 
     Attributes:
-        batch: filled up. original: as it was.
-        events, candidates: positions of the original's events and candidates in it.
-        first: int64 [B], place of each row's first real event; None when filling stands behind the events.
+        batch: the padded batch.
+        original: the batch without padding.
+        events, candidates: positions of the original's events and candidates in the padded batch.
+        first: int64 [B], place of each row's first real event; None if padding follows the events.
     """
 
     batch: Batch
@@ -61,10 +62,10 @@ class PaddedBatch:
 
 
 def pad(batch: Batch, pipeline: pb.Pipeline) -> PaddedBatch:
-    """Fills up a batch with unknown items at its request times; among candidates, behind the real ones.
+    """Pads a batch with unknown items at its request times; padding follows the real candidates.
 
-    A model with targets in its sequence counts positions from the end of the history, so its filling stands
-    in front of it; another model counts from the start, and there the filling stands behind.
+    A model with targets in its sequence counts positions from the end of the history, so padding precedes the
+    history. Other models count from the start, so padding follows it.
     """
     has_targets = model_of(pipeline).has_targets
     first = int(batch.uih_lengths.max()) - batch.uih_lengths if has_targets else None
@@ -109,7 +110,7 @@ class JaggedModel(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> Losses:
-        """The objective of a batch."""
+        """Returns the objective of a batch."""
         return self.model.objective(self.model(batch), batch)
 
 
@@ -117,7 +118,7 @@ class PaddedModel(nn.Module):
     """A copy of an HSTU model that computes on padded batches, with the same loss.
 
     Raises:
-        TypeError: the model mixes by something else.
+        TypeError: the model has another mixer.
     """
 
     def __init__(self, model: Model):
@@ -125,14 +126,16 @@ class PaddedModel(nn.Module):
         self.model = deepcopy(model)
         mixer = self.model.get_submodule("mix")
         if not isinstance(mixer, HstuMixer):
-            raise TypeError(f"the padded form of HstuMixer is known, not that of {type(mixer).__name__}")
+            raise TypeError(
+                f"the padded form of HstuMixer is implemented, not that of {type(mixer).__name__}"
+            )
         if len(set(mixer.rules)) > 1 or mixer.rules[0].tail_len is not None:
-            raise TypeError("the padded form of a stack with one mask and no truncation is known")
+            raise TypeError("only the padded form of a stack with one mask and no truncation is implemented")
         self.attention = PaddedAttention(mixer.rules[0].mask, mixer.scale_len)
         mixer._attend = self.attention.of_layer
 
     def forward(self, padded: PaddedBatch) -> Losses:
-        """The objective of the original batch."""
+        """Returns the objective of the original batch."""
         self.attention.look_at(padded)
         outputs = self.model(padded.batch)
         if isinstance(outputs, TaskOutputs):
@@ -167,11 +170,11 @@ class PaddedAttention:
     def of_layer(
         self, layout: SequenceLayout, mask: AttentionMask, bias: RelativeBias | None
     ) -> Callable[..., Tensor]:
-        """Takes the place of `HstuMixer._attend`: attention of one layer as a function of q, k and v."""
+        """Replaces `HstuMixer._attend`: returns the attention of one layer as a function of q, k and v."""
         return partial(self, bias=bias)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, bias: RelativeBias | None) -> Tensor:
-        """[B * L, H, D] and values [B * L, H, V] to [B * L, H, V]."""
+        """Maps q and k [B * L, H, D] and values [B * L, H, V] to [B * L, H, V]."""
         q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
         offset = self.hidden
@@ -184,7 +187,7 @@ class PaddedAttention:
 
 
 def _side(lengths: Tensor, first: Tensor | None) -> Side:
-    """Lists of these lengths in rows of the longest, each from place `first` on."""
+    """Lays out lists of the given lengths in rows as long as the longest, each starting at `first`."""
     rows, width = len(lengths), int(lengths.max())
     starts = lengths.cumsum(0) - lengths
     inside = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
@@ -193,7 +196,7 @@ def _side(lengths: Tensor, first: Tensor | None) -> Side:
 
 
 def _fill_ids(ids: KeyedJaggedTensor, sides: dict[str, Side]) -> KeyedJaggedTensor:
-    """Filling is row 0 of the tables, the unknown id. Other columns stay as they are."""
+    """Pads ids with row 0 of the tables, the unknown id. Other columns do not change."""
     values, lengths = [], []
     for key in ids.keys():
         column, side = ids[key], sides.get(key)

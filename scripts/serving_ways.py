@@ -45,24 +45,24 @@ class Scoring:
         return self.kept.to(self.device)
 
     def uncached(self) -> Tensor:
-        """[N, tasks], history after history."""
+        """Returns scores [N, tasks], with the whole history for each piece of candidates."""
         return self._join([self.model.score(piece.to(self.device)) for piece in self.slices])
 
     def one_pass(self) -> Tensor:
-        """[N, tasks]."""
+        """Returns scores [N, tasks]."""
         return self.model.score(self.batch)
 
     def prefill(self) -> object:
-        """The cache."""
+        """Returns a new cache."""
         return self.cached_model.prefill(self.batch)
 
     def cached(self) -> Tensor:
-        """[N, tasks]."""
+        """Returns scores [N, tasks]."""
         self.cache = self.cached_model.prefill(self.batch)
         return self.pieces()
 
     def pieces(self) -> Tensor:
-        """[N, tasks], against the cache of `cached`."""
+        """Returns scores [N, tasks] against the cache of `cached`."""
         new = (piece.to(self.device) for piece in self.slices)
         return self._join([self.cached_model.score(piece, self.cache) for piece in new])
 
@@ -97,26 +97,29 @@ def piece(pipeline: pb.Pipeline, batch: Batch, start: int, stop: int) -> Batch:
     def cut(values: Tensor) -> Tensor:
         return values.view(len(counts), total)[:, start : start + kept].flatten()
 
-    def layout(whole: SequenceLayout) -> SequenceLayout:
-        if whole.parts:
-            return SequenceLayout.join([layout(part) for part in whole.parts])
+    def layout(full: SequenceLayout) -> SequenceLayout:
+        if full.parts:
+            return SequenceLayout.join([layout(part) for part in full.parts])
         dropped = total - kept
         return SequenceLayout(
-            whole.lengths - dropped, whole.num_targets - dropped, num_contextual=whole.num_contextual
+            full.lengths - dropped, full.num_targets - dropped, num_contextual=full.num_contextual
         )
 
     values, lengths, sizes = [], [], []
     for key in batch.ids.keys():
-        own, own_lengths = batch.ids[key].values(), batch.ids[key].lengths()
+        values_of_key, lengths_of_key = batch.ids[key].values(), batch.ids[key].lengths()
         if columns[key].side == pb.CANDIDATE:
             if columns[key].multi_valued:
-                raise ConfigError(f"features: {key} is multi-valued; no such candidate feature is benched")
-            own, own_lengths = cut(own), own_lengths - (total - kept)
-        values.append(own)
-        lengths.append(own_lengths)
-        sizes.append(len(own))
+                raise ConfigError(
+                    f"features: {key} is multi-valued; such candidate features are not supported here"
+                )
+            values_of_key, lengths_of_key = cut(values_of_key), lengths_of_key - (total - kept)
+        values.append(values_of_key)
+        lengths.append(lengths_of_key)
+        sizes.append(len(values_of_key))
     numbers = {
-        name: cut(own) if columns[name].side == pb.CANDIDATE else own for name, own in batch.numbers.items()
+        name: cut(values_of_key) if columns[name].side == pb.CANDIDATE else values_of_key
+        for name, values_of_key in batch.numbers.items()
     }
     return replace(
         batch,
@@ -128,5 +131,5 @@ def piece(pipeline: pb.Pipeline, batch: Batch, start: int, stop: int) -> Batch:
         ),
         numbers=numbers,
         candidate_timestamps=cut(batch.candidate_timestamps),
-        labels={name: cut(own) for name, own in batch.labels.items()},
+        labels={name: cut(values_of_key) for name, values_of_key in batch.labels.items()},
     )

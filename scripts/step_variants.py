@@ -15,11 +15,11 @@ VARIANTS = {
     "channels semi-local truncation": ("channels", "semi-local", "truncation"),
 }
 HASHED_ROWS = 10_000
-"""Rows of the hashed tables that replace vocabularies."""
+"""Number of rows of the hashed tables that replace vocabularies."""
 
 
 BATCHES = 2
-"""Batches of the made-up source."""
+"""Number of batches of the generated source."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Shape:
         batch: rows.
         window, prefix: window and prefix of semi-local attention, in events.
         tail: events that a truncation keeps.
-        split_layer: layers in front of the truncation; None for half of them.
+        split_layer: layers before the truncation; None for half of them.
         backend: attention backend.
     """
 
@@ -46,16 +46,16 @@ class Shape:
 
 
 def variant_of(base: pb.Pipeline, name: str, shape: Shape) -> pb.Pipeline:
-    """The resolved pipeline of a variant, on made-up rows.
+    """Returns the resolved pipeline of a variant, on generated rows.
 
     Args:
-        base: not resolved.
+        base: the config, not resolved.
 
     Raises:
-        ConfigError: no HSTU ranker, or what results is no valid config.
+        ConfigError: the config has no HSTU ranker, or the result is not a valid config.
     """
     if not base.model.HasField("ranker"):
-        raise ConfigError("--config: model has no ranker; only a ranking model is benched")
+        raise ConfigError("--config: model has no ranker; only ranking models are supported here")
     pipeline, parts = _without_files(base, shape), VARIANTS[name]
     ranker = pipeline.model.ranker
     stack = _stack(ranker.mixer)
@@ -90,7 +90,7 @@ def variant_of(base: pb.Pipeline, name: str, shape: Shape) -> pb.Pipeline:
 
 
 def _without_files(base: pb.Pipeline, shape: Shape) -> pb.Pipeline:
-    """A copy that reads made-up rows of one size."""
+    """Returns a copy that reads generated rows of one size."""
     pipeline = pb.Pipeline()
     pipeline.CopyFrom(base)
     pipeline.train.CopyFrom(pb.Train(num_steps=1))
@@ -122,5 +122,7 @@ def _stack(mixer: pb.Mixer) -> pb.HstuMixer:
     elif mixer.HasField("hstu"):
         stack.CopyFrom(mixer.hstu)
     else:
-        raise ConfigError("--config: model.ranker.mixer has no hstu; only its variants are benched")
+        raise ConfigError(
+            "--config: model.ranker.mixer has no hstu; only variants of hstu are supported here"
+        )
     return stack

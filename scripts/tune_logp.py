@@ -3,9 +3,9 @@
 
     python scripts/tune_logp.py [--width 64 128 256 512] [--rows 8192] [--candidates 131072] [--seconds 60]
 
-For bfloat16 without ids. Each choice is compiled and compared with the reference in a process of its own,
-which may take `--seconds`, so that an illegal access spoils only that choice. Choices that pass are timed one
-by one; the best belong into the tables of `recsys/ops/linear_logp/triton_ops.py`.
+The sizes are for bfloat16 without ids. Each choice is compiled and compared with the reference in a separate
+process, which may take `--seconds`, so that an illegal access affects only that choice. Choices that pass are
+timed one by one; enter the best ones into the tables of `recsys/ops/linear_logp/triton_ops.py`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from scripts.bench_ops import median_ms  # noqa: E402
 KIND = "16 bits"
 PASSES = ("forward", "of hidden", "of weight")
 CHECKED = (300, 1000)
-"""Rows and candidates that are compared with the reference."""
+"""Numbers of rows and candidates that are compared with the reference."""
 ALLOWED = 0.01
-"""Relative error by norm: bfloat16 has 2^-9 a product."""
+"""Allowed error relative to the norm: a product in bfloat16 has 2^-9."""
 
 # (rows, others, num_warps, num_stages, programs a processor)
 FORWARD = {
@@ -123,7 +123,7 @@ BACKWARD = {
 
 
 class Choice(NamedTuple):
-    """One thing to compile."""
+    """One kernel with sizes to try."""
 
     width: int
     direction: str
@@ -136,7 +136,7 @@ class Choice(NamedTuple):
 
 
 def choices(widths: Sequence[int]) -> Iterator[Choice]:
-    """Every size for every kernel."""
+    """Yields every size for every kernel."""
     for width in widths:
         for direction in PASSES:
             table = FORWARD if direction == "forward" else BACKWARD
@@ -144,7 +144,7 @@ def choices(widths: Sequence[int]) -> Iterator[Choice]:
 
 
 def problem(rows: int, candidates: int, width: int) -> tuple[Operands, RowOutputs]:
-    """Unit vectors at temperature 0.05 and what the reference finds forward."""
+    """Returns unit vectors at temperature 0.05, and the reference's forward results."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def unit(count: int) -> Tensor:
@@ -160,8 +160,8 @@ def problem(rows: int, candidates: int, width: int) -> tuple[Operands, RowOutput
     return operands, RowOutputs(*torch.stack(rows_found).unbind(0))
 
 
-def run(choice: Choice, operands: Operands, found: RowOutputs) -> RowOutputs | Gradients:
-    """One pass with the chosen sizes; the gradient from above is -1 for each logp."""
+def run(choice: Choice, operands: Operands, outputs: RowOutputs) -> RowOutputs | Gradients:
+    """Runs one pass with the chosen sizes; the upstream gradient is -1 for each logp."""
     from recsys.ops.linear_logp import triton_ops
 
     tables = {
@@ -174,41 +174,41 @@ def run(choice: Choice, operands: Operands, found: RowOutputs) -> RowOutputs | G
         return triton_ops.fused_forward(operands, -1)
     of_weight = choice.direction == "of weight"
     wanted = RequestedGrads(not of_weight, of_weight, False, False)
-    return triton_ops.fused_backward(operands, found, -torch.ones_like(found.logp), None, wanted)
+    return triton_ops.fused_backward(operands, outputs, -torch.ones_like(outputs.logp), None, wanted)
 
 
-def run_at(choice: Choice, operands: Operands, found: RowOutputs, _: int) -> None:
-    """`run` as `median_ms` calls it."""
-    run(choice, operands, found)
+def run_at(choice: Choice, operands: Operands, outputs: RowOutputs, _: int) -> None:
+    """Calls `run` with the signature that `median_ms` needs."""
+    run(choice, operands, outputs)
 
 
 def check(choice: Choice) -> float:
-    """Relative error against the reference."""
-    operands, found = problem(*CHECKED, choice.width)
-    want: RowOutputs | Gradients = found
+    """Returns the error relative to the reference."""
+    operands, outputs = problem(*CHECKED, choice.width)
+    want: RowOutputs | Gradients = outputs
     if choice.direction != "forward":
         of_weight = choice.direction == "of weight"
-        upstream = OutputGrads(found.maximum, 1 / found.total, torch.expm1(found.logp))
+        upstream = OutputGrads(outputs.maximum, 1 / outputs.total, torch.expm1(outputs.logp))
         want = reference.backward(operands, upstream, RequestedGrads(not of_weight, of_weight, False, False))
     worst = 0.0
-    for got, right in zip(run(choice, operands, found), want, strict=True):
+    for got, right in zip(run(choice, operands, outputs), want, strict=True):
         if right is not None:
             error = (got.float() - right.float()).norm() / right.float().norm()
             worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
     return worst
 
 
-def passing(found: list[Choice], seconds: float) -> list[Choice]:
-    """Those that compile and are right; the others are printed with their last line."""
+def passing(choices: list[Choice], seconds: float) -> list[Choice]:
+    """Returns the choices that compile and are right; prints the others with their last line."""
     command = [sys.executable, __file__, "--check"]
     running = [
         subprocess.Popen(
             [*command, *map(str, choice)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        for choice in found
+        for choice in choices
     ]
     good, end = [], time.monotonic() + seconds
-    for choice, process in zip(found, running, strict=True):
+    for choice, process in zip(choices, running, strict=True):
         try:
             errors = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
         except subprocess.TimeoutExpired:
@@ -222,7 +222,9 @@ def passing(found: list[Choice], seconds: float) -> list[Choice]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Sizes of the kernels of linear_logp.")
+    parser = argparse.ArgumentParser(
+        description="Finds the fastest block sizes for the kernels of linear_logp."
+    )
     parser.add_argument("--width", type=int, nargs="+", default=[64, 128, 256, 512], choices=sorted(FORWARD))
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--candidates", type=int, default=1 << 17)
@@ -231,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("this needs a CUDA device", file=sys.stderr)
+        print("this script needs a CUDA device", file=sys.stderr)
         return 2
     if options.check:
         width, direction, number = options.check
@@ -241,9 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     good = passing(list(choices(options.width)), options.seconds)
     for width in options.width:
-        operands, found = problem(options.rows, options.candidates, width)
-        for choice in (one for one in good if one.width == width):
-            ms = median_ms(partial(run_at, choice, operands, found), "cuda", options.repeats)
+        operands, outputs = problem(options.rows, options.candidates, width)
+        for choice in (passed for passed in good if passed.width == width):
+            ms = median_ms(partial(run_at, choice, operands, outputs), "cuda", options.repeats)
             flop = (2 if choice.direction == "forward" else 4) * options.rows * options.candidates * width
             line = (
                 f"D{width}",

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Finds the sizes that make the Hopper forward fastest: compiles and checks them all side by side, then times
-them.
+"""Finds the fastest sizes for the Hopper forward kernel: checks them in parallel, then times all.
 
     python scripts/tune_sm90.py [--dim 64 128 256] [--shape L4096] [--section 0 12 24 48] [--seconds 120]
 
-Each choice is compiled and compared with the reference in a process of its own, which may take `--seconds`: a
-deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed in turn, round after
-round: a GPU that gets hot is slower.
+Each choice is compiled and compared with the reference in a separate process, which may take `--seconds`,
+so that a deadlock or an illegal access affects only that choice. Choices that pass are timed in turn, for
+several rounds, because a GPU that gets hot is slower.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ ROUNDS, CALLS = 5, 4
 
 
 def choices_of(dim: int) -> list[ForwardSizes]:
-    """The sizes in use and those that differ from them by one of `CHANGES`."""
+    """Returns the sizes in use, and those that differ from them by one of `CHANGES`."""
     from recsys.ops.hstu_attention.hopper.launch import LONG_SIZES, SIZES
 
     both = zip((SIZES, LONG_SIZES), CHANGES[dim], strict=True)
@@ -59,28 +58,28 @@ def choices_of(dim: int) -> list[ForwardSizes]:
 
 
 def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
-    """The layout on the GPU, and q, k, v as parts of one projection."""
+    """Returns the layout on the GPU, and q, k, v as parts of one projection."""
     layout = SequenceLayout(lengths).to("cuda")
     torch.manual_seed(seed)
-    whole = torch.randn(layout.total_len, 3 * heads * dim, device="cuda", dtype=torch.bfloat16)
-    parts = [part.view(-1, heads, dim) for part in whole.split(heads * dim, 1)]
+    uvqk = torch.randn(layout.total_len, 3 * heads * dim, device="cuda", dtype=torch.bfloat16)
+    parts = [part.view(-1, heads, dim) for part in uvqk.split(heads * dim, 1)]
     return Problem(layout, AttentionMask(), dim**-0.5, 4096.0), parts
 
 
 def check(dim: int, number: int) -> float:
-    """The error of a choice on a ragged batch, relative to what is allowed; above 1 is wrong."""
+    """Returns the error of a choice on a ragged batch relative to the allowed one; above 1 is wrong."""
     from recsys.ops.hstu_attention.hopper import launch as hopper_launch
 
     problem, parts = inputs(torch.tensor([1, 64, 700, 129, 1000, 33]), dim, 2)
     out = hopper_launch.forward(*parts, problem, choices_of(dim)[number]).double()
     want = reference.run(*(part.double() for part in parts), problem)
     theirs = reference.run(*parts, problem).double()
-    found = float((out - want).norm() / (2 * (theirs - want).norm() + 1e-3 * want.norm()))
-    return found if found == found else float("inf")
+    ratio = float((out - want).norm() / (2 * (theirs - want).norm() + 1e-3 * want.norm()))
+    return ratio if ratio == ratio else float("inf")
 
 
 def milliseconds(run) -> list[float]:
-    """Times of `CALLS` calls, after one that is not counted."""
+    """Returns the times of `CALLS` calls, after a warm-up."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(1 + CALLS)]
     for i, (start, end) in enumerate(events):
         start.record()
@@ -91,12 +90,12 @@ def milliseconds(run) -> list[float]:
 
 
 def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
-    """One line a choice and size of the sections, the fastest last."""
+    """Prints one line per choice and size of the sections, the fastest last."""
     from recsys.ops.hstu_attention.hopper import launch as hopper_launch
 
     sets = [inputs(shape.lengths, shape.dim, shape.heads, seed) for seed in range(2)]
     flop, choices = useful_flop(shape), choices_of(shape.dim)
-    taken: dict[tuple[int, int], list[float]] = {one: [] for one in itertools.product(numbers, sections)}
+    taken: dict[tuple[int, int], list[float]] = {pair: [] for pair in itertools.product(numbers, sections)}
     for _round in range(ROUNDS):
         for (number, section), times in taken.items():
             hopper_launch.CACHED_BYTES = section * 2**20 if section else 2**60
@@ -106,25 +105,27 @@ def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
                 hopper_launch.forward(*parts, problem, sizes)
 
             times += milliseconds(run)
-    medians = {one: statistics.median(times) for one, times in taken.items()}
+    medians = {pair: statistics.median(times) for pair, times in taken.items()}
     print(shape.shape)
-    for (number, section), ms in sorted(medians.items(), key=lambda one: -one[1]):
+    for (number, section), ms in sorted(medians.items(), key=lambda pair: -pair[1]):
         speed = f"{ms:8.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s"
         print(f"{speed}  section {section:3d} MB  {choices[number]}", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Times the sizes of the Hopper forward.")
+    parser = argparse.ArgumentParser(description="Finds the fastest sizes for the Hopper forward kernel.")
     parser.add_argument("--dim", type=int, nargs="+", choices=list(CHANGES), default=list(CHANGES))
     parser.add_argument("--shape", action="append", help="only shapes whose name contains this")
-    parser.add_argument("--section", type=int, nargs="+", default=[24], help="MB; 0 for no sections")
+    parser.add_argument(
+        "--section", type=int, nargs="+", default=[24], help="size of a section in MB; 0 for no sections"
+    )
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--check", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:
-        found = check(*options.check)
-        print(f"{found:.2f} of the allowed error")
-        return 0 if found <= 1 else 1
+        ratio = check(*options.check)
+        print(f"{ratio:.2f} of the allowed error")
+        return 0 if ratio <= 1 else 1
     choices = [(dim, number) for dim in options.dim for number in range(len(choices_of(dim)))]
     command = [sys.executable, __file__, "--check"]
     running = [

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Find the fastest block sizes of attention's Triton kernels: compile and check many side by side, then time.
+"""Find the fastest block sizes of attention's Triton kernels: compile and check in parallel, then time.
 
     python scripts/tune_triton.py [--kernel forward keys] [--dim 64 128 256] [--shape L4096] [--seconds 120]
 
-Each choice is compiled and compared with the reference in a process of its own, and all must be done after
-`--seconds`: a deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed one
-after the other. Without bias, in bfloat16. The best go into `block_sizes.py`, if they do not spill with every
-kind of mask: `tests/ops/hstu_attention/test_triton_compile.py`.
+Each choice is compiled and compared with the reference in a separate process, and all must be done after
+`--seconds`, so that a deadlock or an illegal access affects only that choice. Choices that pass are timed
+one after the other, without bias, in bfloat16. Enter the best ones into `block_sizes.py` if they do not
+spill with any kind of mask; `tests/ops/hstu_attention/test_triton_compile.py` checks this.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def batch_of(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0) -> Batc
     """Make a batch on the GPU: q, k and v are parts of one projection."""
     layout = SequenceLayout(lengths).to("cuda")
     torch.manual_seed(seed)
-    whole = torch.randn(layout.total_len, 4 * heads * dim, device="cuda", dtype=torch.bfloat16)
-    parts = [part.view(-1, heads, dim) for part in whole.split(heads * dim, 1)]
+    uvqk = torch.randn(layout.total_len, 4 * heads * dim, device="cuda", dtype=torch.bfloat16)
+    parts = [part.view(-1, heads, dim) for part in uvqk.split(heads * dim, 1)]
     made = [torch.full_like(part, torch.nan, memory_format=torch.contiguous_format) for part in parts[:3]]
     problem = Problem(layout, AttentionMask(), dim**-0.5, 4096.0, None)
     return Batch(problem, tuple(parts), Gradients(*made, None, None))
@@ -112,10 +112,10 @@ def check(choice: Choice) -> float:
         made = {"rows": [q], "keys": [k, v], "grad_k": [k], "grad_v": [v]}
         results.append(made.get(choice.kernel, [out]))
     worst = 0.0
-    for got, other, want in zip(ours, *results, strict=True):
-        other, want = other.detach().double(), want.detach()
-        found = float((got.double() - want).norm() / (2 * (other - want).norm() + 1e-3 * want.norm()))
-        worst = max(worst, found if found == found else float("inf"))
+    for got, plain, want in zip(ours, *results, strict=True):
+        plain, want = plain.detach().double(), want.detach()
+        ratio = float((got.double() - want).norm() / (2 * (plain - want).norm() + 1e-3 * want.norm()))
+        worst = max(worst, ratio if ratio == ratio else float("inf"))
     return worst
 
 
@@ -146,7 +146,7 @@ def time_choices(shape: Case, choices: list[Choice], results) -> None:
 
 
 def in_process(target, *arguments):
-    """Run `target(*arguments, queue)` in a process of its own; return the process and the queue."""
+    """Run `target(*arguments, queue)` in a separate process; return the process and the queue."""
     context = multiprocessing.get_context("fork")  # what was imported need not be imported again
     queue = context.SimpleQueue()
     process = context.Process(target=target, args=(*arguments, queue), daemon=True)
@@ -174,30 +174,32 @@ def passing(choices: list[Choice], seconds: float, at_a_time: int) -> list[Choic
             choice, process, queue = entry
             if process.is_alive() and queue.empty() and not late:
                 continue
-            found = "took too long, or died" if queue.empty() else queue.get()
+            outcome = "took too long, or died" if queue.empty() else queue.get()
             running.remove(entry)
             process.kill() if late else process.join(20)
-            if isinstance(found, float) and found <= 1:
+            if isinstance(outcome, float) and outcome <= 1:
                 passed.append(choice)
             else:
-                print(f"{choice}: NO: {found}", flush=True)
+                print(f"{choice}: NO: {outcome}", flush=True)
         if late:
             waiting = []
     return [choice for choice in choices if choice in passed]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Times block sizes of the Triton kernels of attention.")
+    parser = argparse.ArgumentParser(
+        description="Finds the fastest block sizes of attention's Triton kernels."
+    )
     parser.add_argument("--kernel", nargs="+", default=list(PRODUCTS))
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--shape", action="append", help="only shapes whose name contains this")
-    parser.add_argument("--seconds", type=float, default=120, help="for all checks")
+    parser.add_argument("--seconds", type=float, default=120, help="time limit for all checks together")
     parser.add_argument("--processes", type=int, default=16)
     options = parser.parse_args()
     choices = [
         Choice(kernel, dim, Blocks(*sizes))
-        for (kernel, dim), found in CHOICES.items()
-        for sizes in found
+        for (kernel, dim), sizes_of_kernel in CHOICES.items()
+        for sizes in sizes_of_kernel
         if kernel in options.kernel and dim in options.dim
     ]
     begun = time.monotonic()

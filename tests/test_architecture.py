@@ -55,15 +55,15 @@ def layer_of(path: Path) -> str | None:
 
 def imports_of(source: str, package: str) -> set[str]:
     """Every `recsys` name that a module imports, anywhere in it, as a dotted path below `recsys`."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             module = ".".join([*parents, *([node.module] if node.module else [])])
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return {name.removeprefix("recsys.") for name in found if name.startswith("recsys.")}
+            results |= {f"{module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("recsys.") for name in results if name.startswith("recsys.")}
 
 
 def violations(layer: str, imported: set[str]) -> list[str]:
@@ -111,8 +111,8 @@ def test_imports_point_downward(path):
     ],
 )
 def test_the_rule_finds_what_it_is_for(layer, package, source, fault):
-    (found,) = violations(layer, imports_of(source, package))
-    assert fault in found
+    (finding,) = violations(layer, imports_of(source, package))
+    assert fault in finding
 
 
 def module_name(path: Path) -> str:
@@ -137,7 +137,7 @@ def import_graph() -> dict[str, set[str]]:
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Groups of modules that reach each other: strongly connected components, by Tarjan's algorithm."""
-    index, low, stack, found = {}, {}, [], []
+    index, low, stack, results = {}, {}, [], []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -151,13 +151,13 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         if low[node] == index[node]:
             first = stack.index(node)
             if len(stack) - first > 1:
-                found.append(sorted(stack[first:]))
+                results.append(sorted(stack[first:]))
             del stack[first:]
 
     for node in sorted(graph):
         if node not in index:
             visit(node)
-    return found
+    return results
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -181,13 +181,13 @@ def names_of_models(source: str) -> set[str]:
     tree = ast.parse(source)
     alone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
     prose = {id(node) for node in alone if isinstance(node, ast.Constant)}
-    found = set()
+    results = set()
     for node in ast.walk(tree):
         for field in ("id", "attr", "name", "arg", "asname", "module", "value"):
             word = getattr(node, field, None)
             if isinstance(word, str) and id(node) not in prose and NAMES.search(word):
-                found.add(word)
-    return found
+                results.add(word)
+    return results
 
 
 def test_only_models_and_modules_name_a_family_or_a_mixer():
@@ -262,8 +262,8 @@ def test_no_op_imports_the_inside_of_another():
     ],
 )
 def test_the_rule_of_ops_finds_what_it_is_for(importer, imported, fault):
-    found = foreign_insides({f"recsys.ops.{importer}": {f"recsys.ops.{imported}"}})
-    assert found == ([] if fault is None else [f"recsys.ops.{importer}: {fault}"])
+    actual = foreign_insides({f"recsys.ops.{importer}": {f"recsys.ops.{imported}"}})
+    assert actual == ([] if fault is None else [f"recsys.ops.{importer}: {fault}"])
 
 
 def test_a_circle_is_found():

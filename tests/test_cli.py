@@ -91,7 +91,7 @@ def test_warnings_of_a_config_are_shown_once_for_all_processes(folder, run, monk
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert cli.main("train", run, arguments) == 0
-        shown.append(capsys.readouterr().err.count("learning rate still grows"))
+        shown.append(capsys.readouterr().err.count("learning rate is still rising"))
     assert shown == [1, 0]
 
 

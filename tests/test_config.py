@@ -39,8 +39,8 @@ def test_an_override_that_a_later_one_replaces_is_told(write):
     given = ["data.key_columns=user", "train.seed=3", "data.key_columns = day"]
     ready = config.prepare(path, given, read_files=False)
     assert list(ready.pipeline.data.key_columns) == ["day"]
-    (found,) = ready.warnings
-    assert found.startswith(
+    (finding,) = ready.warnings
+    assert finding.startswith(
         "--set data.key_columns=user: a later --set data.key_columns replaces it; a list "
     )
     both = config.prepare(path, ["data.key_columns=['user', 'day']"], read_files=False)

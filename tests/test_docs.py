@@ -80,13 +80,13 @@ def anchors(path: Path) -> set[str]:
 
 def whole_configs() -> list[tuple[str, str]]:
     """Page and text of each fenced block that is a whole config."""
-    found = []
+    results = []
     for path in TEXTS:
         blocks = re.findall(r"^```\w*\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
-        found += [
+        results += [
             (name(path), block) for block in blocks if re.match(r"data\b", block) and "model {" in block
         ]
-    return found
+    return results
 
 
 def test_configs_of_the_pages_are_valid(tmp_path):

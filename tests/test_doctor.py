@@ -16,8 +16,8 @@ def states(findings):
 
 
 def test_a_tested_row_is_right():
-    found = states(doctor_checks.check_versions(RIGHT))
-    assert found == {"torch": "ok", "fbgemm-gpu": "ok", "torchrec": "ok", "torchmetrics": "ok"}
+    actual = states(doctor_checks.check_versions(RIGHT))
+    assert actual == {"torch": "ok", "fbgemm-gpu": "ok", "torchrec": "ok", "torchmetrics": "ok"}
 
 
 @pytest.mark.parametrize(
@@ -146,4 +146,4 @@ def test_an_unknown_flag_is_a_usage_error():
 @pytest.mark.slow
 def test_a_package_compiles_and_runs_without_a_word_of_the_libraries_about_themselves(recwarn):
     assert doctor_checks.attempt("package", doctor_checks.compile_a_package, "").state == "ok"
-    assert not [str(one.message) for one in recwarn if one.category is FutureWarning]
+    assert not [str(item.message) for item in recwarn if item.category is FutureWarning]

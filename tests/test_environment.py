@@ -31,12 +31,12 @@ def test_versions_are_those_of_the_loaded_libraries():
     import numpy
     import torch
 
-    found = environment.versions()
+    actual = environment.versions()
     # The CUDA wheel's metadata leaves out what torch itself adds: 2.13.0 and 2.13.0+cu130.
-    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert found["numpy"] == numpy.__version__
-    assert found["python"] == sys.version.split()[0]
-    assert all(isinstance(version, str) and version for version in found.values())
+    assert actual["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert actual["numpy"] == numpy.__version__
+    assert actual["python"] == sys.version.split()[0]
+    assert all(isinstance(version, str) and version for version in actual.values())
 
 
 def test_protos_that_were_not_compiled_again_are_noticed(tmp_path, monkeypatch):
@@ -215,9 +215,9 @@ def test_an_export_says_nothing_about_its_libraries_and_what_others_say(recwarn)
 
     with environment.quiet_export():
         torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(3, 2),)).run_decompositions()
-        assert not [one for one in recwarn if one.category is FutureWarning]
+        assert not [item for item in recwarn if item.category is FutureWarning]
         warnings.warn("another one", FutureWarning, stacklevel=1)
-    assert [str(one.message) for one in recwarn if one.category is FutureWarning] == ["another one"]
+    assert [str(item.message) for item in recwarn if item.category is FutureWarning] == ["another one"]
 
 
 def test_an_export_does_not_speak_of_a_cuda_toolkit_without_a_gpu(caplog):

@@ -74,8 +74,8 @@ def test_a_manifest_names_the_file_that_changed(tmp_path, fault):
         manifest.unlink()
     else:
         manifest.write_text(manifest.read_text()[:20])
-    (found,) = files.manifest_faults(tmp_path)
-    assert str(manifest if "manifest" in fault else path) in found
+    (finding,) = files.manifest_faults(tmp_path)
+    assert str(manifest if "manifest" in fault else path) in finding
 
 
 def test_a_lock_is_one_processes_and_ends_with_it(tmp_path):

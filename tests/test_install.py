@@ -53,7 +53,7 @@ def test_a_machine_with_a_driver_gets_what_its_kernels_want():
     ]
     assert "tested on GPUs" in chosen.reasons[0]
     kept = plan(torch="2.13.0", driver="570.86")
-    assert "nvidia-cuda-nvcc>=13.3" in kept.install and "want torch 2.11" in kept.reasons[1]
+    assert "nvidia-cuda-nvcc>=13.3" in kept.install and "need torch 2.11" in kept.reasons[1]
     assert "nvidia-cuda-nvcc>=13.3" not in plan(torch="2.13.0+cpu", driver="570.86").install
 
 
@@ -69,7 +69,7 @@ def test_a_cpu_torch_on_a_machine_with_a_driver_gets_the_cpu_build():
 
 @pytest.mark.parametrize("torch", ["2.10.0", "2.14.0", "3.0.0"])
 def test_an_untested_torch_is_refused_with_the_way_out(torch):
-    with pytest.raises(InstallationError, match=r"tested are 2\.11, 2\.12, 2\.13.*pip uninstall torch"):
+    with pytest.raises(InstallationError, match=r"only 2\.11, 2\.12, 2\.13 are tested.*pip uninstall torch"):
         plan(torch=torch)
 
 

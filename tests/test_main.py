@@ -28,7 +28,7 @@ def test_the_arguments_and_the_exit_code_are_those_of_the_command(capsys):
     [
         (["trian"], "no command 'trian'. Did you mean train?"),
         (["zzz"], "no command 'zzz'. Commands: "),
-        ([], "required: COMMAND"),
+        ([], "no command is given. Commands: install, "),
         (["prepare", "cvs"], "no command 'cvs'. Did you mean csv?"),
         (["train", "--confg", "x"], "Did you mean --config?"),
     ],

@@ -171,7 +171,7 @@ def clicks() -> Iterator[tuple[str, str, str]]:
 @pytest.fixture(scope="module")
 def outputs(home) -> dict[str, str]:
     """Output of each command of `RUN`, run in order since they build on each other."""
-    found = {}
+    results = {}
     for line in all_commands():
         if line in RUN:
             command = [*python(shlex.split(line)), *shlex.split(RUN[line])]
@@ -180,8 +180,8 @@ def outputs(home) -> dict[str, str]:
                 command, cwd=home, env=environment, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-            found[line] = done.stdout + done.stderr
-    return found
+            results[line] = done.stdout + done.stderr
+    return results
 
 
 def python(words: list[str]) -> list[str]:

@@ -117,7 +117,7 @@ class Parser {
         continue;
       }
       const char escape = ++at_ < text_.size() ? text_[at_] : '\0';
-      const size_t known = std::string_view("\"\\/bfnrt").find(escape);
+      const size_t escape_place = std::string_view("\"\\/bfnrt").find(escape);
       if (escape == 'u') {
         unsigned code = hex();
         if (code >= 0xD800 && code < 0xDC00 && text_.substr(at_ + 1, 2) == "\\u") {
@@ -125,8 +125,8 @@ class Parser {
           code = 0x10000 + ((code - 0xD800) << 10) + (hex() - 0xDC00);
         }
         append_utf8(value.text, code);
-      } else if (escape != '\0' && known != std::string_view::npos) {
-        value.text += "\"\\/\b\f\n\r\t"[known];
+      } else if (escape != '\0' && escape_place != std::string_view::npos) {
+        value.text += "\"\\/\b\f\n\r\t"[escape_place];
       } else {
         fail("unknown escape");
       }

@@ -218,7 +218,7 @@ def _count(rows: pa.Table, table: str, features: list[pb.Feature]) -> pa.Table:
     In rows with candidates, the candidates are the events, and histories repeat them. An id that occurs only
     in histories comes last, with count 0.
     """
-    counts, rest = IdCounts(), []
+    counts, item_values = IdCounts(), []
     for feature in features:
         sides = [side for side in _COUNTED_SIDES if side in feature.sides]
         columns = [PREFIX[side] + feature.name for side in sides]
@@ -231,8 +231,8 @@ def _count(rows: pa.Table, table: str, features: list[pb.Feature]) -> pa.Table:
             )
         events = _values(rows[present[0]])
         counts.add(events, pl.int_range(len(events), eager=True))
-        rest += [_values(rows[name]) for name in present[1:]]
-    return counts.table(min_count=1, catalogue=pl.concat(rest) if rest else None)
+        item_values += [_values(rows[name]) for name in present[1:]]
+    return counts.table(min_count=1, catalogue=pl.concat(item_values) if item_values else None)
 
 
 def _values(column: pa.ChunkedArray) -> pl.Series:

@@ -131,8 +131,8 @@ def _read(folder: Path) -> PreparedEvents:
 
     def rows(split: str) -> pa.Table | None:
         paths = [folder / split, folder / f"{split}.parquet"]
-        found = [path for path in paths if path.exists()]
-        return pq.read_table(found[0]).replace_schema_metadata() if found else None
+        existing = [path for path in paths if path.exists()]
+        return pq.read_table(existing[0]).replace_schema_metadata() if existing else None
 
     splits = {split: rows(split) for split in ("train", "validation", "test")}
     present = {split: table for split, table in splits.items() if table is not None}

@@ -167,9 +167,9 @@ class Model:
         message = next((f for f in self.config.pipeline.features if f.name == feature), None)
         mapping = None if message is None else mappings(self.config.pipeline).get(message.id.table)
         if message is None or not isinstance(mapping, Vocabulary):
-            known = [f.name for f in self.config.pipeline.features if f.id.HasField("vocabulary")]
-            what = f"feature: {feature!r} is given; id features with a vocabulary are {', '.join(known)}"
-            raise ConfigError(what)
+            names = [f.name for f in self.config.pipeline.features if f.id.HasField("vocabulary")]
+            problem = f"feature: {feature!r} is given; id features with a vocabulary are {', '.join(names)}"
+            raise ConfigError(problem)
         name = f".{message.id.table}_table.weight"
         (weight,) = (tensor for key, tensor in module.state_dict().items() if key.endswith(name))
         places = mapping.layout.row_of(np.arange(len(mapping)))
@@ -301,7 +301,7 @@ def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
     lists = Lists.of(one_array(table[name]))
     places = predictor.vocabulary.layout.id_of(predictor.vocabulary.map(lists.values))
     row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)
-    known = places >= 0
+    is_item = places >= 0
     if predictor.scores_items:
         scores = queries[row, np.maximum(places, 0)]
     else:
@@ -309,7 +309,7 @@ def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
         scores = np.einsum("ne,ne->n", queries[row], vectors[np.maximum(places, 0)])
     ends = np.concatenate([[0], np.cumsum(lists.lengths)]).astype(np.int32)
     answer = table.select([*_present_keys(predictor, table), name])
-    values = pa.array(scores, mask=~known)
+    values = pa.array(scores, mask=~is_item)
     return answer.append_column(features.SCORE, pa.ListArray.from_arrays(ends, values))
 
 

@@ -224,13 +224,13 @@ def read_parsed(
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        what = f"not a text file in UTF-8 ({error.reason} at byte {error.start})"
-        raise ConfigError(f"{path}: {what}") from None
+        problem = f"not a text file in UTF-8 ({error.reason} at byte {error.start})"
+        raise ConfigError(f"{path}: {problem}") from None
     except OSError as error:
         if isinstance(error, IsADirectoryError):
-            names = sorted(found.name for found in file.glob("*.config"))
-            there = f", such as {names[0]}" if names else "; none is in it"
-            raise ConfigError(f"{path}: is a folder; name a .config file{there}") from None
+            names = sorted(entry.name for entry in file.glob("*.config"))
+            hint = f", such as {names[0]}" if names else "; none is in it"
+            raise ConfigError(f"{path}: is a folder; name a .config file{hint}") from None
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise ConfigError(f"{path}: {why}{_neighbours(file)}") from None
     return parse(text, str(path), overrides, imports=imports, follow_imports=follow_imports)
@@ -271,7 +271,8 @@ def parse(
     if listed and mistakes and not follow_imports:
         flags = " ".join(f"--import {module}" for module in listed)
         mistakes.append(
-            f"{name}: it was made with {flags}; give that again, since a package imports no code by itself"
+            f"{name}: it was made with {flags}; give these flags again, since a package never imports code "
+            "by itself"
         )
     return Parsed(loaded, mistakes)
 

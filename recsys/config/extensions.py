@@ -86,7 +86,7 @@ def discover() -> bool:
                 load([entry.module], f"entry point {entry.name} of {GROUP}: import")
             except ConfigError as error:
                 if _POOL in str(error):
-                    raise  # protobuf keeps traces of the refused file, and must not be asked any more
+                    raise  # protobuf keeps traces of the rejected file: do not use it any further
                 _BROKEN[entry.module] = str(error)
     return len(_LOADED) + len(_BROKEN) > before
 
@@ -103,9 +103,9 @@ def unknown(message: Message, name: str) -> str:
         return f"{message.DESCRIPTOR.name} takes no extensions. Allowed here: {names or 'nothing'}."
     for holder in HOLDERS:
         if fields.find(holder, name) is not None:
-            return f"extends {holder.DESCRIPTOR.name}, and cannot stand in {message.DESCRIPTOR.name}"
-    known = [fields.name_of(field) for field in fields.extensions(message)]
-    if near := difflib.get_close_matches(name, known, n=1):
+            return f"extends {holder.DESCRIPTOR.name}, so it cannot be used in {message.DESCRIPTOR.name}"
+    candidates = [fields.name_of(field) for field in fields.extensions(message)]
+    if near := difflib.get_close_matches(name, candidates, n=1):
         return f"{UNKNOWN}. Did you mean {near[0]}?"
     faults = "".join(f" ({fault})" for fault in _BROKEN.values())
     return f"{UNKNOWN}; give --import with the package that declares it{faults}"
@@ -117,8 +117,8 @@ def _why(error: Exception, module: str) -> str:
         return f"{text}. Install it, or add the folder that holds it to PYTHONPATH"
     if _POOL in str(error):
         return (
-            f"{text}. Its .proto uses a name or number that another one has: give its package and its "
-            "extension fields others, and compile it again with python -m recsys.compile_protos"
+            f"{text}. Its .proto uses a name or number that is already taken: choose another package or "
+            "extension field number, and compile it again with python -m recsys.compile_protos"
         )
     return text
 

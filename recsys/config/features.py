@@ -130,8 +130,8 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
     if model.item_feature is not None:
         table = by_name.get(_item_table(pipeline, model.item_feature))
         if table is None:
-            what = f"{model.item_feature!r} is given; no id feature has this name"
-            raise ValueError(f"{model.path}.item_feature: {what}")
+            problem = f"{model.item_feature!r} is given; no id feature has this name"
+            raise ValueError(f"{model.path}.item_feature: {problem}")
         names = (*table.columns, *shared_columns(pipeline))
         by_name[table.name] = Table(table.name, table.rows, table.width, names)
         if not model.embeds_items:

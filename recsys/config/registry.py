@@ -47,9 +47,12 @@ def register(message: type[Message]):
     def wrap(cls: Class) -> Class:
         if cls.__name__ != message.DESCRIPTOR.name:
             raise ValueError(f"{cls.__name__} is registered for {key}: the class bears its message's name")
-        known = _CLASSES.get(key)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"{key} is registered twice: {known.__module__} and {cls.__module__}")
+        registered = _CLASSES.get(key)
+        if registered is not None and (registered.__module__, registered.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ):
+            raise ValueError(f"{key} is registered twice: {registered.__module__} and {cls.__module__}")
         _CLASSES[key] = cls
         return cls
 
@@ -66,9 +69,12 @@ def declare(message: type[Message]):
     key = message.DESCRIPTOR.full_name
 
     def wrap(cls: Class) -> Class:
-        known = _DECLARATIONS.get(key)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"{key} is declared twice: {known.__module__} and {cls.__module__}")
+        declared = _DECLARATIONS.get(key)
+        if declared is not None and (declared.__module__, declared.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ):
+            raise ValueError(f"{key} is declared twice: {declared.__module__} and {cls.__module__}")
         _DECLARATIONS[key] = cls
         return cls
 

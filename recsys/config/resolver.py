@@ -243,11 +243,11 @@ def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Fi
         if isinstance(size, str):
             findings.append(Finding(f"{path}.file", size))
         elif vocabulary.HasField("size") and vocabulary.size != size:
-            what = (
+            problem = (
                 f"{vocabulary.size} is given, {vocabulary.file} has {size} ids; use the file that the config "
             )
-            what += "was made for, or leave size out to read it"
-            findings.append(Finding(f"{path}.size", what))
+            problem += "was made for, or leave size out to read it"
+            findings.append(Finding(f"{path}.size", problem))
         else:
             _fill(Choice(vocabulary, path, "size", size, vocabulary.file), origins)
     return _together(findings, len(sizes), pipeline.data.vocabulary_dir)
@@ -260,8 +260,8 @@ def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[F
     if not folder or len(missing) < max(vocabularies, 2):
         return findings
     missing_all = f"none of {vocabularies} vocabularies is in {folder}"
-    what = f"{missing_all}; prepare the data first, with python -m recsys.prepare"
-    return [Finding("data.vocabulary_dir", what + _from_here(folder))]
+    problem = f"{missing_all}; prepare the data first, with python -m recsys.prepare"
+    return [Finding("data.vocabulary_dir", problem + _from_here(folder))]
 
 
 def _from_here(path: str) -> str:

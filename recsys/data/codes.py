@@ -18,7 +18,7 @@ from recsys.data.schema.vocabulary import mappings
 from recsys.errors import DataError
 
 FORMAT = 1
-"""Format of the folder; a reader refuses others."""
+"""Format of the folder; a reader rejects other formats."""
 
 ABOUT, CODES = "bundle.json", "codes.parquet"
 DIGIT = "digit"
@@ -36,8 +36,8 @@ class BundleCodes:
     Attributes:
         ids: item ids, integers or strings.
         codes: int64 [items, levels], each from 0 to `size` - 1.
-        digits: int64 [items], 0 to 255; tells items of one code apart.
-        size: V, values of each code.
+        digits: int64 [items], 0 to 255; distinguishes items with the same codes.
+        size: V, number of values of each code.
     """
 
     ids: pa.Array
@@ -47,10 +47,10 @@ class BundleCodes:
 
 
 def read_codes(folder: Path) -> BundleCodes:
-    """Reads the codes of a bundle after a check of the hash of every file.
+    """Reads the codes of a bundle and checks the hash of every file.
 
     Raises:
-        DataError: the folder is no bundle, of another format, or a file of it is missing, changed or added.
+        DataError: the folder is not a bundle, has another format, or a file is missing, changed or added.
     """
     require_whole(folder, REMEDY, ABOUT)
     try:
@@ -73,14 +73,15 @@ def read_codes(folder: Path) -> BundleCodes:
 def codes_of_table(pipeline: pb.Pipeline, folder: Path) -> tuple[np.ndarray, tuple[int, ...]]:
     """Reads the codes of every item that a model searches.
 
-    The digit that tells items apart is the last code, unless every item is alone on its code.
+    If some items share all their codes, the digit that distinguishes them is the last code.
 
     Args:
         pipeline: resolved; its model searches items.
         folder: the bundle.
 
     Returns:
-        int64 [items, levels], row k for row k + 1 of the item table; and the number of values of each level.
+        The codes, int64 [items, levels], whose row k belongs to row k + 1 of the item table, and the number
+        of values of each level.
 
     Raises:
         DataError: the bundle is damaged, its ids have another type, it lacks items of the vocabulary, or it
@@ -120,7 +121,7 @@ def require_whole(folder: Path, remedy: str, needed: str) -> None:
         DataError: a file is missing, differs, or was added.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; {remedy}")
+        raise DataError(f"{folder}: no such folder; check the path, or {remedy}")
     faults = files.manifest_faults(folder)
     faults += [f"{path}: not in the manifest" for path in files.not_in_manifest(folder) if not faults]
     if not faults and not (folder / needed).is_file():

@@ -29,12 +29,12 @@ class Counts(NamedTuple):
     @classmethod
     def of(cls, by_name: Mapping[str, int]) -> "Counts":
         """Sums up counts by reason; every reason that is not in `_NOT_LEFT_OUT` means a row left out."""
-        others = [by_name.get(name, 0) for name in _NOT_LEFT_OUT]
-        return cls(sum(by_name.values()) - sum(others), *others)
+        special_counts = [by_name.get(name, 0) for name in _NOT_LEFT_OUT]
+        return cls(sum(by_name.values()) - sum(special_counts), *special_counts)
 
     def plus(self, addend: "Counts") -> "Counts":
         """Adds two counts field by field."""
-        return Counts(*(mine + theirs for mine, theirs in zip(self, addend, strict=True)))
+        return Counts(*(count + addend_count for count, addend_count in zip(self, addend, strict=True)))
 
 
 class RowCounter:
@@ -89,8 +89,8 @@ class RowCounter:
                 f"{repeated:,}",
             )
         parts = [
-            f"{self._share(count)} had more {what}, the {kept} were read"
-            for count, what, kept in (
+            f"{self._share(count)} had more {unit}, the {kept} were read"
+            for count, unit, kept in (
                 (histories, "events than data.max_history_len", "newest"),
                 (candidates, "candidates than data.max_candidates", "first"),
             )

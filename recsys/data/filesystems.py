@@ -24,8 +24,8 @@ def open_filesystem(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
             near = difflib.get_close_matches(protocol, known_implementations, n=1)
             hint = f" Did you mean {near[0]}://?" if near else ""
             raise DataError(
-                f"{address}: {protocol}:// is no known protocol.{hint} Known are https://, s3://, gs://, "
-                "az://, hf:// and others"
+                f"{address}: {protocol}:// is not a known protocol.{hint} Known protocols are https://, "
+                "s3://, gs://, az://, hf:// and others"
             )
     try:
         return fsspec.core.url_to_fs(address)
@@ -36,5 +36,5 @@ def open_filesystem(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
         packages = {name.partition(".")[0] for name in classes} - {"fsspec"}
         pip = f"python -m pip install {' '.join(sorted(packages))}" if packages else "install it with pip"
         raise InstallationError(
-            f"{address}: a package that reads it is not installed ({error}); type: {pip}"
+            f"{address}: the package that reads it is not installed ({error}); type: {pip}"
         ) from error

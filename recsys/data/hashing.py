@@ -109,9 +109,9 @@ def hash_text(values: pa.Array) -> np.ndarray:
         words = _words(padded, starts[open_rows] + word, lengths[open_rows] - word)
         state[open_rows] = mix(state[open_rows] ^ words)
     for row in np.flatnonzero(lengths > _LONG):
-        rest = padded[starts[row] + _LONG : starts[row] + lengths[row]].tobytes()
+        tail = padded[starts[row] + _LONG : starts[row] + lengths[row]].tobytes()
         state[row] = _mix_words(
-            int(state[row]), np.frombuffer(rest + bytes(-len(rest) % _WORD), "<u8").tolist()
+            int(state[row]), np.frombuffer(tail + bytes(-len(tail) % _WORD), "<u8").tolist()
         )
     return state
 

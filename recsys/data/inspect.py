@@ -14,8 +14,8 @@ from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary, mapp
 
 
 class Token(NamedTuple):
-    """One token of a sample; `position` is its index in the sequence, `-` for a candidate that is no
-    token."""
+    """One token of a sample; `position` is its index in the sequence, `-` for a candidate that is not
+    a token."""
 
     position: str
     kind: str
@@ -55,8 +55,8 @@ def describe_sample(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[Token
     ]
     in_sequence = [*contextual, *history, *(candidates if batch.layout.total_targets else [])]
     outside = [] if batch.layout.total_targets else candidates
-    return [Token(str(i), *rest) for i, rest in enumerate(in_sequence)] + [
-        Token("-", *rest) for rest in outside
+    return [Token(str(i), *fields) for i, fields in enumerate(in_sequence)] + [
+        Token("-", *fields) for fields in outside
     ]
 
 

@@ -84,11 +84,14 @@ class Loader:
         """Opens the source and checks every file's schema.
 
         Args:
-            pipeline: resolved. split: "train", "validation", "test", or another source. rule: how rows become
-            sequences; `models.layout_rule`. rank: number of this rank; decides which batches it loads.
-            world_size: number of ranks. shuffle: mix rows, differently in each epoch. mode: purpose of the
-            rows; by default "train" for the split "train", else "evaluate". "predict" reads no labels, cuts
-            no candidates, and keeps the order of the files.
+            pipeline: resolved.
+            split: "train", "validation", "test", or another source.
+            rule: how rows become sequences; see `models.layout_rule`.
+            rank: number of this rank; decides which batches it loads.
+            world_size: number of ranks.
+            shuffle: whether to mix rows, differently in each epoch.
+            mode: purpose of the rows; by default "train" for the split "train", else "evaluate". "predict"
+                reads no labels, cuts no candidates, and keeps the order of the files.
 
         Raises:
             DataError: files are missing, broken, without rows, or do not fit the config; or rows repeat the
@@ -146,6 +149,7 @@ class Loader:
 
         All ranks yield the same number of batches: a rank that runs out of rows yields filler batches, whose
         rows have weight 0.
+
         `position.index` is the last batch of the plan that any rank holds in this step, so
         `start = position.index + 1` continues after it.
 

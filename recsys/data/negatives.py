@@ -130,7 +130,7 @@ class NegativesBuilder:
 class NegativeSampler:
     """Draws negatives for training batches, or returns the whole catalogue, as rows of the item table.
 
-    Row 0 is no item, so item k of the catalogue is row k + 1.
+    Row 0 is not an item, so item k of the catalogue is row k + 1.
 
     Args:
         num_rows: rows of the item table.
@@ -173,7 +173,7 @@ class FrequencySampler:
     """Draws items with probabilities proportional to a power of their number of training events.
 
     Args:
-        counts: [rows of the item table], training events of each item; row 0 is no item.
+        counts: [rows of the item table], training events of each item; row 0 is not an item.
         power: exponent of the counts; 0 makes all items equally likely, 1 follows popularity.
         num_drawn: draws per batch.
     """
@@ -216,7 +216,7 @@ class InBatchLogQ:
     Senecal 2008; Yi et al. 2019 for in-batch negatives).
 
     Args:
-        counts: [rows of the item table], training events of each item; row 0 is no item.
+        counts: [rows of the item table], training events of each item; row 0 is not an item.
         num_drawn: number of negatives that are drawn uniformly.
     """
 

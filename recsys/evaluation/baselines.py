@@ -168,8 +168,8 @@ def rank_targets(scores: np.ndarray, rows: Interactions, rule: SeenRule) -> tupl
     missed, weights = rows.targets == 0, np.ones(len(rows.targets))
     seen = np.zeros(scores.shape, bool)
     if rule.removed:
-        known = rows.items > 0
-        seen[rows.rows[known], rows.items[known] - 1] = True
+        has_item = rows.items > 0
+        seen[rows.rows[has_item], rows.items[has_item] - 1] = True
         repeated = seen[row_of_target, target] & ~missed
         weights[repeated & rule.left_out] = 0
         missed |= repeated

@@ -130,8 +130,8 @@ class Blend:
         for block in self.blocks(split):
             mixed = _mix(block, self.weight)
             if remove_seen:
-                known = block.rows.items > 0
-                mixed[block.rows.rows[known], block.rows.items[known] - 1] = -np.inf
+                has_item = block.rows.items > 0
+                mixed[block.rows.rows[has_item], block.rows.items[has_item] - 1] = -np.inf
             best = np.argsort(-mixed, axis=1, kind="stable")[:, :top_k]
             items.append(best + 1)
             scores.append(np.take_along_axis(mixed, best, axis=1))

@@ -113,13 +113,13 @@ class Pairs(NamedTuple):
 
 
 def _pairs(train: Interactions) -> Pairs:
-    item, row, found = train.items - 1, train.rows, []
+    item, row, pairs = train.items - 1, train.rows, []
     for distance in range(1, WINDOW + 1):
         source, target = item[:-distance], item[distance:]
         valid = (row[:-distance] == row[distance:]) & (source != target) & (source >= 0) & (target >= 0)
         source, target = source[valid], target[valid]
-        found.append(Pairs(source, target, np.full(len(source), distance, np.float32)))
-    return Pairs(*map(np.concatenate, zip(*found, strict=True)))
+        pairs.append(Pairs(source, target, np.full(len(source), distance, np.float32)))
+    return Pairs(*map(np.concatenate, zip(*pairs, strict=True)))
 
 
 class CoOccurrence:

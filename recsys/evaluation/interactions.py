@@ -83,7 +83,7 @@ def open_rows(pipeline: pb.Pipeline, split: str | pb.Source, mode: Mode) -> Load
     Raises:
         DataError: files are missing or do not fit the config.
     """
-    whole = pb.Pipeline()
-    whole.CopyFrom(pipeline)
-    whole.data.max_history_len, whole.data.num_workers = _LONGEST, 0
-    return Loader.open(whole, split, layout_rule(whole), mode=mode)
+    full_pipeline = pb.Pipeline()
+    full_pipeline.CopyFrom(pipeline)
+    full_pipeline.data.max_history_len, full_pipeline.data.num_workers = _LONGEST, 0
+    return Loader.open(full_pipeline, split, layout_rule(full_pipeline), mode=mode)

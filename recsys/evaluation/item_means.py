@@ -100,12 +100,12 @@ def choose(train: Candidates, tuning: Candidates, task: str, kind: str) -> int:
 def predictions(train: Candidates, items: np.ndarray, task: str, k: float) -> np.ndarray:
     """Returns the smoothed mean label of each item, float64 [N]; without training rows, it is the mean."""
     labels, weights = (values[task].astype(np.float64) for values in (train.labels, train.weights))
-    known, place = np.unique(train.items, return_inverse=True)
+    train_items, place = np.unique(train.items, return_inverse=True)
     sums, counts = (np.bincount(place, weights=values) for values in (labels * weights, weights))
     mean = _mean_label(train, task)
     means = (sums + k * mean) / (counts + k)
-    found = np.minimum(np.searchsorted(known, items), len(known) - 1)
-    return np.where(known[found] == items, means[found], mean)
+    nearest = np.minimum(np.searchsorted(train_items, items), len(train_items) - 1)
+    return np.where(train_items[nearest] == items, means[nearest], mean)
 
 
 def _mean_label(train: Candidates, task: str) -> float:
@@ -129,19 +129,19 @@ def _metrics(metric_list: MetricList, predicted: np.ndarray, rows: Candidates, t
 
 
 def _read(pipeline: pb.Pipeline, split: str) -> Candidates:
-    here = pb.Pipeline()
-    here.CopyFrom(pipeline)
-    here.data.num_workers = 0
+    counting = pb.Pipeline()
+    counting.CopyFrom(pipeline)
+    counting.data.num_workers = 0
     if split == "train":
         # A model is trained on some candidates of a long row; counting takes all.
-        here.data.max_candidates = 2**31 - 1
-    column = features.candidate_item(here)
-    for feature in here.features:
+        counting.data.max_candidates = 2**31 - 1
+    column = features.candidate_item(counting)
+    for feature in counting.features:
         if column == features.PREFIX[pb.CANDIDATE] + feature.name:
             # A vocabulary may leave rare items out, and their means are known all the same.
             feature.id.hash.num_buckets, feature.id.table = 2**31 - 1, "hashes of items"
-    items, groups, labels = [], [], {task.name: [] for task in model_of(here).tasks}
-    for batch in Loader.open(here, split, layout_rule(here), mode="evaluate").epoch(0):
+    items, groups, labels = [], [], {task.name: [] for task in model_of(counting).tasks}
+    for batch in Loader.open(counting, split, layout_rule(counting), mode="evaluate").epoch(0):
         count = batch.candidate_timestamps.shape[0]
         rows = torch.repeat_interleave(batch.num_candidates, output_size=count)
         items.append(batch.ids[column].values() if column else torch.zeros(count, dtype=torch.int64))
@@ -151,6 +151,6 @@ def _read(pipeline: pb.Pipeline, split: str) -> Candidates:
     joined = {name: torch.cat(parts).numpy() for name, parts in labels.items()}
     weights = {
         task.name: joined[task.given_task] if task.given_task else np.ones_like(joined[task.name])
-        for task in model_of(here).tasks
+        for task in model_of(counting).tasks
     }
     return Candidates(torch.cat(items).numpy(), joined, weights, torch.cat(groups).numpy())

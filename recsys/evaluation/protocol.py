@@ -23,7 +23,7 @@ def protocol(pipeline: pb.Pipeline) -> dict[str, Any]:
     entry of `schema.json` in the folder around `data.vocabulary_dir`. A damaged file causes only a warning,
     because nothing else needs it.
     """
-    found: dict[str, Any] = dict(model_of(pipeline).protocol)
+    protocol: dict[str, Any] = dict(model_of(pipeline).protocol)
     path = Path(pipeline.data.vocabulary_dir).parent / "schema.json"
     if pipeline.data.vocabulary_dir and path.is_file():
         try:
@@ -31,8 +31,8 @@ def protocol(pipeline: pb.Pipeline) -> dict[str, Any]:
         except (OSError, ValueError, TypeError) as error:
             log.warning("%s: damaged (%s), so the order of ties is not known; prepare it again", path, error)
         else:
-            found |= {name: value for name, value in schema.items() if name == "ties"}
-    return found
+            protocol |= {name: value for name, value in schema.items() if name == "ties"}
+    return protocol
 
 
 def describe(settings: Mapping[str, Any]) -> str:

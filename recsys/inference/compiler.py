@@ -72,7 +72,7 @@ def compile_graph(
         "aot_inductor.check_lowerbound": False,
         # This affects only the glue code between kernels, not kernels. It halves the time of compilation.
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        # If this were not given, PyTorch would compile and run a program per instruction set to find out
+        # Without this setting, PyTorch would compile and run a program per instruction set to find out
         # which ones this machine has, which takes a minute.
         "cpp.simdlen": 256,
         "cpp.vec_isa_ok": True,
@@ -142,10 +142,10 @@ def _archive(path: Path) -> Iterator[_Held]:
     """
     # Do not buffer, so that closing has nothing left to write.
     with path.open("wb", buffering=0) as file:
-        held = _Held(file)
-        yield held
-    if held.error is not None:
-        raise OSError(held.error.errno, held.error.strerror, str(path))
+        output = _Held(file)
+        yield output
+    if output.error is not None:
+        raise OSError(output.error.errno, output.error.strerror, str(path))
 
 
 def _explain(error: InductorError) -> Exception:
@@ -154,13 +154,15 @@ def _explain(error: InductorError) -> Exception:
     if NO_SPACE in str(cause):
         places = dict.fromkeys((tempfile.gettempdir(), cache_dir()))
         rooms = " and ".join(f"{place} ({shutil.disk_usage(place).free:,} bytes free)" for place in places)
-        what = f"no space left for what the compiler writes, in {rooms}"
-        return RecsysError(f"{what}: make room, or name other folders in TMPDIR and TORCHINDUCTOR_CACHE_DIR")
+        problem = f"no space left for what the compiler writes, in {rooms}"
+        return RecsysError(
+            f"{problem}: make room, or name other folders in TMPDIR and TORCHINDUCTOR_CACHE_DIR"
+        )
     if isinstance(cause, CppCompileError | InvalidCxxCompiler):
         said = getattr(cause, "output", str(cause)).strip().splitlines() or ["it said nothing"]
-        what = next((line for line in said if "error" in line.lower()), said[-1])
+        problem = next((line for line in said if "error" in line.lower()), said[-1])
         return InstallationError(
-            f"the C++ compiler {environment.find_cxx()} failed: {what.strip()}. `python -m recsys.doctor` "
+            f"the C++ compiler {environment.find_cxx()} failed: {problem.strip()}. `python -m recsys.doctor` "
             "tries it with a tiny package; name another one in the variable CXX"
         )
     return error

@@ -254,7 +254,7 @@ def _golden_items(model: Model, source: ExportSource, limit: int | None = None) 
 
 
 def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
-    """Finds the error message of a failed process, after which C++ may have printed a stack."""
+    """Returns the error message of a failed process, without the stack that C++ may have printed after it."""
     lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and no message"]
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
 

@@ -351,8 +351,8 @@ def _require_device(folder: Path, description: Description) -> None:
     """Raises PackageError if the package's device is missing or differs; logs if a GPU remains unused."""
     if description.device not in DEVICES:
         devices = " or ".join(DEVICES)
-        what = f"{folder / DESCRIPTION}: device is {shortened(description.device)}; it must be {devices}"
-        raise PackageError(f"{what}: export it again")
+        problem = f"{folder / DESCRIPTION}: device is {shortened(description.device)}; it must be {devices}"
+        raise PackageError(f"{problem}: export it again")
     if description.device != "cuda":
         if torch.cuda.is_available():
             log.info("%s: compiled for a CPU; a package exported on this machine would use its GPU", folder)
@@ -370,19 +370,19 @@ def _require_same_model(folder: Path, description: Description, pipeline: pb.Pip
     """Raises PackageError if `package.json` and the config describe different models."""
     declared = model_of(pipeline)
     inputs = [spec.to_json() for spec in scoring_signature(pipeline)]
-    same = description.kind == declared.kind and description.outputs == declared.outputs
-    if not same or description.inputs != inputs:
-        what = f"it describes another model than {config.FILE_NAME} beside it"
-        raise PackageError(f"{folder / DESCRIPTION}: {what}: export it again")
+    is_same_model = description.kind == declared.kind and description.outputs == declared.outputs
+    if not is_same_model or description.inputs != inputs:
+        problem = f"it describes another model than {config.FILE_NAME} beside it"
+        raise PackageError(f"{folder / DESCRIPTION}: {problem}: export it again")
 
 
 def _require_vector_each(folder: Path, vectors: Tensor, pipeline: pb.Pipeline) -> None:
     """Raises PackageError if number or width of the vectors do not fit the config's items."""
-    # A model that scores items itself is never compared with their vectors, whose width is its own affair.
+    # A model that scores items itself is never compared with their vectors, so their width may be anything.
     width = vectors.shape[1] if model_of(pipeline).scores_items else pipeline.model.embedding_dim
     expected = (features.table_rows(features.searched_item(pipeline)) - 1, width)
     if tuple(vectors.shape) != expected:
-        shapes = "{} vectors of {} numbers, expected are {} of {}".format(*vectors.shape, *expected)
+        shapes = "{} vectors of {} numbers; expected {} of {}".format(*vectors.shape, *expected)
         raise PackageError(f"{folder / VECTORS}: {shapes}: export it again")
 
 

@@ -55,16 +55,15 @@ class Program:
         loader = logging.getLogger("torch.export.pt2_archive._package")
         loader.addFilter(_is_not_target_warning)
         try:
-            # For a warning that is not wanted, the loader compares this processor with that of the export. To
-            # find out what this processor can do, it would compile and run a program per instruction set,
-            # which takes a minute.
+            # The loader warns if this processor differs from that of the export. To find out what this
+            # processor can do, it would compile and run a program per instruction set, for a minute.
             with inductor.patch("cpp.vec_isa_ok", True):
                 self._compiled = torch._inductor.aoti_load_package(str(path))
         finally:
             loader.removeFilter(_is_not_target_warning)
         self._specs, self._device = list(specs), device
         # The program holds pointers to the weights, so they must live as long as the program.
-        self._weights = None if weights is None else self._own(weights, path)
+        self._weights = None if weights is None else self._load_weights(weights, path)
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the program and returns the outputs, on the program's device.
@@ -78,7 +77,7 @@ class Program:
             output = self._compiled(*moved)
         return tuple(output) if isinstance(output, list | tuple) else (output,)
 
-    def _own(self, weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    def _load_weights(self, weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
         constants = {}
         for name in self._compiled.get_constant_fqns():
             # A constant that only this program has is stored under the program's name.
@@ -94,8 +93,8 @@ def _import(name: str, path: Path) -> None:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        what = f"{path} needs operators of the Python module {name}, which cannot be imported ({error})"
-        raise InstallationError(f"{what}: install it") from error
+        problem = f"{path} needs operators of the Python module {name}, which cannot be imported ({error})"
+        raise InstallationError(f"{problem}: install it") from error
 
 
 def _require_archive(path: Path) -> None:
@@ -116,8 +115,8 @@ def _require_archive(path: Path) -> None:
         if name.is_absolute() or ".." in name.parts or is_link:
             raise PackageError(f"{path}: its entry {entry.filename!r} leads out of it: do not use it")
     if unpacked > path.stat().st_size:
-        what = f"its {path.stat().st_size:,} bytes unpack to {unpacked:,}"
-        raise PackageError(f"{path}: {what}, but a compiled program is not compressed: export it again")
+        problem = f"its {path.stat().st_size:,} bytes unpack to {unpacked:,}"
+        raise PackageError(f"{path}: {problem}, but a compiled program is not compressed: export it again")
 
 
 def enter_device(device: torch.device) -> None:

@@ -23,9 +23,9 @@ def in_pieces(block: ColumnBlock, max_len: int) -> ColumnBlock:
         return block
     # Pieces repeat the row and its history. Candidates stay in place; only their counts per row change.
     candidates = {name: column for name, column in block.flat.items() if column.side == pb.CANDIDATE}
-    others = {name: column for name, column in block.flat.items() if column.side != pb.CANDIDATE}
+    shared_columns = {name: column for name, column in block.flat.items() if column.side != pb.CANDIDATE}
     nothing = {**block.lengths, pb.CANDIDATE: np.zeros_like(lengths)}
-    pieces = replace(block, flat=others, lengths=nothing).select(row)
+    pieces = replace(block, flat=shared_columns, lengths=nothing).select(row)
     return replace(pieces, flat={**pieces.flat, **candidates}, lengths={**pieces.lengths, pb.CANDIDATE: cut})
 
 
@@ -62,12 +62,12 @@ def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slic
 
     A row longer than `total` gets its own slice.
     """
-    start, held = 0, 0
+    start, num_candidates = 0, 0
     for place, length in enumerate(lengths):
-        if place > start and (place - start == rows or held + length > total):
+        if place > start and (place - start == rows or num_candidates + length > total):
             yield slice(start, place)
-            start, held = place, 0
-        held += length
+            start, num_candidates = place, 0
+        num_candidates += length
     if start < len(lengths):
         yield slice(start, len(lengths))
 

@@ -89,16 +89,18 @@ class GivenScores:
     """Finds the best items by scores that a model has computed for all of them."""
 
     def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
-        """Implements `Search.best`; `queries` are the scores, float32 [B, V]. Of equal scores the item that
-        comes first in the vocabulary is the better one."""
+        """Implements `Search.best`; `queries` are the scores, float32 [B, V].
+
+        Of items with equal scores, the one that comes first in the vocabulary is better.
+        """
         rows, num_items = queries.shape
         # The last column takes items that are not in the catalogue.
         scores = torch.cat([queries, queries.new_zeros(rows, 1)], dim=1)
         row = torch.repeat_interleave(torch.arange(rows), removed_lengths)
-        known = (removed >= 0) & (removed < num_items)
-        scores[row, torch.where(known, removed, num_items)] = -torch.inf
-        found = scores[:, :num_items].sort(dim=1, descending=True, stable=True)
-        best, items = found.values[:, :k], found.indices[:, :k]
+        is_item = (removed >= 0) & (removed < num_items)
+        scores[row, torch.where(is_item, removed, num_items)] = -torch.inf
+        ranked = scores[:, :num_items].sort(dim=1, descending=True, stable=True)
+        best, items = ranked.values[:, :k], ranked.indices[:, :k]
         return TopK(best, torch.where(best == -torch.inf, -1, items))
 
     def recall(self) -> None:
@@ -132,8 +134,8 @@ class FaissIndex:
         """
         asked, gone = queries.numpy(), _Removed.of(removed, removed_lengths, len(self._vectors))
         answer = self._ordered(asked, self._look_up(asked, k, gone))
-        left = np.minimum(k, len(self._vectors) - gone.counts)
-        enough = (answer.items.numpy() >= 0).sum(axis=1) >= left
+        available = np.minimum(k, len(self._vectors) - gone.counts)
+        enough = (answer.items.numpy() >= 0).sum(axis=1) >= available
         # For a query of zeros all items have the same score, so the order of the catalogue decides.
         served = enough & asked.any(axis=1)
         measured = np.flatnonzero(served)[: max(self._config.recall_rows - self._rows, 0)]
@@ -158,7 +160,7 @@ class FaissIndex:
         return Recall(self._config.factory, self._config.search, self._k, self._rows, share)
 
     def _look_up(self, queries: np.ndarray, k: int, gone: "_Removed") -> np.ndarray:
-        """Returns the items that the index finds and that are not removed, int64 [B, k]; -1 where too few."""
+        """Returns the items that the index finds without removed ones, int64 [B, k], padded with -1."""
         numbers = np.full((len(queries), k), -1, np.int64)
         # Search rows with similar numbers of removed items together, so that few rows fetch too many.
         classes = np.ceil(np.log2(gone.counts + 1)).astype(np.int64)

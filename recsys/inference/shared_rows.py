@@ -132,22 +132,24 @@ def same_as_before(block: ColumnBlock) -> np.ndarray:
     count, lengths = len(block.row), block.lengths[pb.HISTORY]
     users = [column for column in block.flat.values() if column.side == pb.USER]
     events = [column for column in block.flat.values() if column.side == pb.HISTORY]
-    same = np.arange(count) > 0
+    repeats = np.arange(count) > 0
     for column in users:
         if column.offsets is None:
-            same[1:] &= column.values[1:] == column.values[:-1]
-    same[1:] &= lengths[1:] == lengths[:-1]
-    for row in np.flatnonzero(same):
-        same[row] = all(_repeats(column, row, row + 1, 1) for column in users if column.offsets is not None)
+            repeats[1:] &= column.values[1:] == column.values[:-1]
+    repeats[1:] &= lengths[1:] == lengths[:-1]
+    for row in np.flatnonzero(repeats):
+        repeats[row] = all(
+            _repeats(column, row, row + 1, 1) for column in users if column.offsets is not None
+        )
     # Compare long columns last, and only within runs of rows that are equal so far, mostly one run per user.
     ends = np.cumsum(lengths)
-    for first, stop in _runs_of_true(same):
+    for first, stop in _runs_of_true(repeats):
         length = int(lengths[first])
         if _all_repeat(events, ends[first] - length, ends[stop - 1], length):
             continue
         for row in range(first, stop):
-            same[row] = _all_repeat(events, ends[row] - length, ends[row], length)
-    return same
+            repeats[row] = _all_repeat(events, ends[row] - length, ends[row], length)
+    return repeats
 
 
 def without(block: ColumnBlock, side: int) -> ColumnBlock:

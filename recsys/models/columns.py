@@ -41,6 +41,6 @@ def _ids(ids: KeyedJaggedTensor, kept: Collection[str]) -> KeyedJaggedTensor:
             [part if key in kept else torch.zeros_like(part) for key, part in zip(keys, lengths, strict=True)]
         ),
         stride=rows,
-        # If this were not given, torchrec would read it from the device.
+        # Without this argument, torchrec would read it from the device.
         length_per_key=[size if key in kept else 0 for key, size in zip(keys, sizes, strict=True)],
     )

@@ -1,7 +1,7 @@
 """`CodeGenerator`: writes the codes of the next item, and so gives every item of the catalogue a probability.
 
 The token of an item is the sum of the embeddings of its codes, so a history of n items is n tokens for any
-mixer. Every position is a state from which a small causal decoder predicts the codes of the item after it.
+mixer. From the mixer's state at every position, a small causal decoder predicts the codes of the next item.
 No token may know later events: `models.retriever_declaration` rejects masks, positions and times that would
 reveal them.
 """
@@ -32,11 +32,11 @@ MAX_NODE_NUMBERS = 2**25
 
 @dataclass(frozen=True, eq=False)
 class CodeGeneratorOutputs:
-    """What a generator says of the positions of all histories.
+    """The decoder's states and losses at the positions of all histories.
 
     Attributes:
         states: float32 [U, E], what the decoder reads at each event.
-        losses: float32 [U], the loss of the codes of the item after each event.
+        losses: float32 [U], the loss of predicting the codes of the item after each event.
         has_target: bool [U], whether a known item follows in the same row.
     """
 
@@ -93,7 +93,7 @@ class CodeGenerator(NextItemModel):
     def score(self, batch: Batch) -> Tensor:
         """Returns the log-probability of each item for each row, float32 [B, V], in the order of the table.
 
-        For a row without history it is what the decoder says behind a state of zeros.
+        For a row without history, the decoder starts from a state of zeros.
         """
         with self.autocast():
             states = last_of_each(self._states(batch), batch.uih_lengths)
@@ -127,15 +127,10 @@ class CodeGenerator(NextItemModel):
         )
 
     def _states(self, batch: Batch) -> Tensor:
-        """Returns what the decoder reads at each event, [U, E]."""
+        """Returns the states that the decoder reads, one per event, [U, E]."""
         tokens = self.embed_codes(self.codes[batch.ids[self.history].values()])
-        embeddings = _with_column(self.embed(batch), self.history, tokens)
+        embeddings = self.embed(batch) | {self.history: tokens}
         return self.mix(self.preprocess(embeddings, batch).sequence).history()
-
-
-@torch.fx.wrap  # TorchRec's pipeline traces the model, and a tracer cannot look into the dict
-def _with_column(embeddings: dict[str, Tensor], name: str, values: Tensor) -> dict[str, Tensor]:
-    return embeddings | {name: values}
 
 
 class CodeLoss(nn.Module):

@@ -1,4 +1,4 @@
-"""`CodeGeneratorDeclaration`: what configs must know about generators before a model is built."""
+"""`CodeGeneratorDeclaration`: facts about generators that configs need before a model is built."""
 
 from collections.abc import Iterator
 
@@ -25,15 +25,15 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
         return ["log_probability"]
 
     def findings(self) -> Iterator[Finding]:
-        """Checks heads and the table of the item, besides what all families of next-item training check."""
+        """Checks heads and the table of the item, after the checks of all next-item families."""
         yield from super().findings()
         width, heads = self.pipeline.model.embedding_dim, self.config.decoder.num_heads
         if heads > 0 and width % heads:
-            what = f"{heads} is given; model.embedding_dim, which is {width}, must be a multiple of it"
-            yield Finding(f"{self.path}.decoder.num_heads", what)
+            problem = f"{heads} is given; model.embedding_dim, which is {width}, must be a multiple of it"
+            yield Finding(f"{self.path}.decoder.num_heads", problem)
         tables = {feature.name: feature.id.table or feature.name for feature in self.pipeline.features}
         for index, feature in enumerate(self.pipeline.features):
             if feature.name != self.item_feature and feature.HasField("id"):
                 if tables[feature.name] == tables.get(self.item_feature):
-                    what = "the items of a generator have codes and no table; name another one"
-                    yield Finding(f"features[{index}].id.table", what)
+                    problem = "the items of a generator have codes and no table; name another one"
+                    yield Finding(f"features[{index}].id.table", problem)

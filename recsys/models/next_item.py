@@ -1,4 +1,4 @@
-"""`NextItemModel`: what models that rank all items of a catalogue as the next one share."""
+"""`NextItemModel`: the base of models that rank all items of a catalogue as candidates for the next one."""
 
 from abc import abstractmethod
 from typing import Any
@@ -17,7 +17,7 @@ from recsys.ops import gather_rows
 
 
 class NextItemModel(Model):
-    """Base of models whose metrics are those of the ranks of candidates.
+    """Base of models whose metrics depend on the ranks of candidates.
 
     Attributes:
         metric_choices: the metrics that the config chooses.

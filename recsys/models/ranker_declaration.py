@@ -23,13 +23,13 @@ class RankerDeclaration(ModelDeclaration):
     def findings(self) -> Iterator[Finding]:
         """Checks that histories and candidates have features, and that each channel has its own stack."""
         features = self.pipeline.features
-        for side, what in ((pb.HISTORY, "history"), (pb.CANDIDATE, "candidates")):
+        for side, noun in ((pb.HISTORY, "history"), (pb.CANDIDATE, "candidates")):
             if features and not any(side in feature.sides for feature in features):
                 name = pb.Side.Name(side)
-                what = (
-                    f"no feature has the side {name}, so the {what} would have no content; add {name} to one"
+                noun = (
+                    f"no feature has the side {name}, so the {noun} would have no content; add {name} to one"
                 )
-                yield Finding("features", what)
+                yield Finding("features", noun)
         yield from without_encoder(self.pipeline)
         yield from self._channels()
 
@@ -52,7 +52,7 @@ class RankerDeclaration(ModelDeclaration):
         stacks = [stack.channel for stack in self.config.mixer.mixture.stacks]
         if stacks and stacks != names:
             stacked, wanted = (", ".join(map(repr, listed)) or "none" for listed in (stacks, names))
-            what = (
+            problem = (
                 f"the stacks are for {stacked}; {path} has {wanted}. Name the same channels in the same order"
             )
-            yield Finding("model.ranker.mixer.mixture.stacks", what)
+            yield Finding("model.ranker.mixer.mixture.stacks", problem)

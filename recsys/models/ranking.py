@@ -19,8 +19,8 @@ def rank_targets(
 ) -> Tensor:
     """Ranks each target: 1 + the number of other items, except removed items, that do not score below it.
 
-    Ids are rows of the item table: item k of `items` has id k + 1, and id 0 is no item. A NaN score counts
-    against the target, as does a tie.
+    Ids are rows of the item table: item k of `items` has id k + 1, and id 0 is not an item. A NaN score
+    counts against the target, as does a tie.
 
     Args:
         queries: [B, E], one per row; [B, V], the scores of all items, if there are no vectors of items.

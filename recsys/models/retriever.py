@@ -269,9 +269,9 @@ class NextItemLoss(nn.Module):
         batch_ids = batch.ids[features.BATCH_ITEMS].values()
         negatives, ids = outputs.items, batch.ids[features.NEGATIVES].values()
         # Positions without a target use a row of zeros after the items; their loss is dropped.
-        others = torch.cat([outputs.batch_items, outputs.batch_items.new_zeros(1, negatives.shape[1])])
-        others = widen(others)  # so that an item's gradients from all positions are summed in float32
-        positives = others[torch.searchsorted(batch_ids, target)]
+        candidates = torch.cat([outputs.batch_items, outputs.batch_items.new_zeros(1, negatives.shape[1])])
+        candidates = widen(candidates)  # so that an item's gradients from all positions are summed in float32
+        positives = candidates[torch.searchsorted(batch_ids, target)]
         if self.in_batch:
             negatives, ids = torch.cat([negatives, outputs.batch_items]), torch.cat([ids, batch_ids])
         log_weights = batch.numbers.get(features.LOG_WEIGHTS)

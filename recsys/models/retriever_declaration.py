@@ -27,7 +27,7 @@ _ENCODER = "model.retriever.item_encoder"
 
 
 class NextItemDeclaration(ModelDeclaration):
-    """Declares what all families have in common that are trained to find the next item of a history."""
+    """Declares what all families that are trained to find the next item of a history have in common."""
 
     has_targets = False
     may_change = ("metrics", "seen", "repeated_targets", "weight_column")
@@ -81,14 +81,14 @@ class NextItemDeclaration(ModelDeclaration):
     def findings(self) -> Iterator[Finding]:
         """Checks the item feature, contextual tokens, and what a position may see."""
         if self.config.mixer.HasField("mixture"):
-            what = f"mixes what several channels say of a candidate, and a {self.kind} has none; use hstu"
-            yield Finding(f"{self.path}.mixer.mixture", what)
+            problem = f"combines channels for each candidate, and a {self.kind} has no candidates; use hstu"
+            yield Finding(f"{self.path}.mixer.mixture", problem)
         yield from self._item()
         yield from without_encoder(self.pipeline)
         for index, feature in enumerate(self.pipeline.features):
             if pb.USER in feature.sides:
-                what = f"USER features have no place in the history of a {self.kind}; drop the side"
-                yield Finding(f"features[{index}].sides", what)
+                problem = f"USER features have no place in the history of a {self.kind}; remove the side"
+                yield Finding(f"features[{index}].sides", problem)
         yield from self._leaks()
 
     def warnings(self) -> Iterator[Finding]:
@@ -96,22 +96,22 @@ class NextItemDeclaration(ModelDeclaration):
         for message, path in descend(self.config, self.path):
             if not isinstance(message, pb.AttentionMask):
                 continue
-            what = f"without effect: a {self.kind} has no targets in its sequence"
+            problem = f"without effect: a {self.kind} has no targets in its sequence"
             if message.target_window:
-                yield Finding(f"{path}.target_window", what)
+                yield Finding(f"{path}.target_window", problem)
             if message.target_group_size > 1:
-                yield Finding(f"{path}.target_group_size", what)
+                yield Finding(f"{path}.target_group_size", problem)
         removed, predict = self.seen_rule.removed, self.pipeline.predict
         if self.config.HasField("seen") and predict.HasField("remove_history"):
             if removed != predict.remove_history:
                 said = f"{str(predict.remove_history).lower()} is given, {self.path}.seen says otherwise"
-                what = f"{said}: evaluation then does not measure these predictions; remove it"
-                yield Finding("predict.remove_history", what)
+                problem = f"{said}: evaluation then does not measure these predictions; remove it"
+                yield Finding("predict.remove_history", problem)
         mixer, timed = mixer_of(self.pipeline), self._postprocessor_reads_times
         if self.config.preprocessor.uih.query_time == pb.UihPreprocessor.LAST_EVENT:
             if mixer is not None and not mixer.reads_times and not timed:
-                what = "without effect: neither mixer nor postprocessor reads times"
-                yield Finding(f"{self.path}.preprocessor.uih.query_time", what)
+                problem = "without effect: neither mixer nor postprocessor reads times"
+                yield Finding(f"{self.path}.preprocessor.uih.query_time", problem)
         if self.config.repeated_targets == pb.Retriever.LEAVE_OUT and not removed:
             yield Finding(f"{self.path}.repeated_targets", "without effect: seen KEEP removes no target")
 
@@ -145,36 +145,38 @@ class NextItemDeclaration(ModelDeclaration):
             yield Finding(path, f"{who}, whose catalogue is a vocabulary; use id {{ vocabulary {{}} }}")
         width = pipeline.model.embedding_dim
         if item.HasField("id") and not self._encodes_items and item.id.embedding_dim != width:
-            what = f"{item.id.embedding_dim} is given; items are compared with queries of model.embedding_dim"
-            yield Finding(f"{path}.id.embedding_dim", f"{what}, which is {width}")
+            problem = (
+                f"{item.id.embedding_dim} is given; items are compared with queries of model.embedding_dim"
+            )
+            yield Finding(f"{path}.id.embedding_dim", f"{problem}, which is {width}")
         if item.id.multi_valued:
             yield Finding(f"{path}.id.multi_valued", f"{who}: an event has a single id")
         if pb.USER in item.sides:
             yield Finding(f"{path}.sides", f"{who}: USER does not fit")
         if pb.ITEM in item.sides:
-            what = f"{who}: ITEM does not fit; item_encoder.own_embedding makes it an input"
-            yield Finding(f"{path}.sides", what)
+            problem = f"{who}: ITEM does not fit; item_encoder.own_embedding makes it an input"
+            yield Finding(f"{path}.sides", problem)
         if pb.HISTORY not in item.sides:
             yield Finding(f"{path}.sides", f"{who}: HISTORY is needed")
         evaluated = [split for split in ("validation", "test") if pipeline.data.HasField(split)]
         if pb.CANDIDATE not in item.sides and evaluated:
-            what = f"CANDIDATE is needed to evaluate on data.{evaluated[0]}: the item to be found"
-            yield Finding(f"{path}.sides", what)
+            problem = f"CANDIDATE is needed to evaluate on data.{evaluated[0]}: the item to be found"
+            yield Finding(f"{path}.sides", problem)
 
     def _leaks(self) -> Iterator[Finding]:
         for message, path in descend(self.config, self.path):
             if isinstance(message, pb.PositionalEncoder) and message.origin == pb.PositionalEncoder.END:
-                what = "END tells each position how many events follow; next-item training needs START"
-                yield Finding(f"{path}.origin", what)
+                problem = "END tells each position how many events follow; next-item training needs START"
+                yield Finding(f"{path}.origin", problem)
             if isinstance(message, pb.PositionalEncoder) and message.num_time_buckets:
-                what = "the age at the request tells how much history follows; use 0, and the mixer's bias"
-                yield Finding(f"{path}.num_time_buckets", what)
+                problem = "the age at the request tells how much history follows; use 0, and the mixer's bias"
+                yield Finding(f"{path}.num_time_buckets", problem)
             if isinstance(message, pb.AttentionMask) and message.contextual_reads_history:
-                what = "next-item training would see the future through contextual tokens; set it to false"
-                yield Finding(f"{path}.contextual_reads_history", what)
+                problem = "next-item training would see the future through contextual tokens; set it to false"
+                yield Finding(f"{path}.contextual_reads_history", problem)
             if isinstance(message, pb.LayerGroup) and message.HasField("tail_len"):
-                what = "next-item training makes every event a query: none can be left out"
-                yield Finding(f"{path}.tail_len", what)
+                problem = "next-item training makes every event a query: none can be left out"
+                yield Finding(f"{path}.tail_len", problem)
 
 
 @declare(pb.Retriever)
@@ -196,17 +198,17 @@ class RetrieverDeclaration(NextItemDeclaration):
         return [LossField(self.config.loss, f"{self.path}.loss", frozenset({"retrieval"}))]
 
     def findings(self) -> Iterator[Finding]:
-        """Checks the item encoder, besides what all families of next-item training check."""
+        """Checks the item encoder, after the checks of all next-item families."""
         yield from super().findings()
         if self._encodes_items:
             yield from self._encoder()
 
     def warnings(self) -> Iterator[Finding]:
-        """Yields a norm without effect, besides what all families of next-item training warn of."""
+        """Yields a norm without effect, after the warnings of all next-item families."""
         yield from super().warnings()
         if self.config.postprocessor.HasField("l2_norm") and self.config.l2_normalize:
-            what = "without effect: l2_normalize gives queries and items unit length in any case"
-            yield Finding("model.retriever.postprocessor.l2_norm", what)
+            problem = "without effect: l2_normalize gives queries and items unit length in any case"
+            yield Finding("model.retriever.postprocessor.l2_norm", problem)
 
     @property
     def _postprocessor_reads_times(self) -> bool:
@@ -220,23 +222,23 @@ class RetrieverDeclaration(NextItemDeclaration):
         pipeline, encoder = self.pipeline, self.config.item_encoder
         described = [index for index, feature in enumerate(pipeline.features) if pb.ITEM in feature.sides]
         if described and not pipeline.data.item_file:
-            what = f"not set; features[{described[0]}].sides has ITEM, and such features are read from it"
-            yield Finding("data.item_file", what)
+            problem = f"not set; features[{described[0]}].sides has ITEM, and such features are read from it"
+            yield Finding("data.item_file", problem)
         if not described and not encoder.own_embedding:
-            what = "false is given, and no feature has the side ITEM: nothing describes an item; add one"
-            yield Finding(f"{_ENCODER}.own_embedding", what)
+            problem = "false is given, and no feature has the side ITEM: nothing describes an item; add one"
+            yield Finding(f"{_ENCODER}.own_embedding", problem)
         if not encoder.residual:
             return
         if not described or not encoder.own_embedding:
-            what = "it adds item features to the id embedding, so it needs a feature of side ITEM"
-            yield Finding(f"{_ENCODER}.residual", f"{what} and own_embedding; add them or remove it")
+            problem = "it adds item features to the id embedding, so it needs a feature of side ITEM"
+            yield Finding(f"{_ENCODER}.residual", f"{problem} and own_embedding; add them or remove it")
         widths = {feature.name: feature.id.embedding_dim for feature in pipeline.features}
         width, item_width = pipeline.model.embedding_dim, widths.get(self.config.item_feature)
         if item_width not in (None, width):
-            what = (
+            problem = (
                 f"the item's embedding is {item_width} wide, model.embedding_dim is {width}; make them equal"
             )
-            yield Finding(f"{_ENCODER}.residual", what)
+            yield Finding(f"{_ENCODER}.residual", problem)
 
 
 def without_encoder(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -245,5 +247,5 @@ def without_encoder(pipeline: pb.Pipeline) -> Iterator[Finding]:
         return
     for index, feature in enumerate(pipeline.features):
         if pb.ITEM in feature.sides:
-            what = f"ITEM is for {_ENCODER}, which is not set; set it or drop the side"
-            yield Finding(f"features[{index}].sides", what)
+            problem = f"ITEM is for {_ENCODER}, which is not set; set it, or remove the side"
+            yield Finding(f"features[{index}].sides", problem)

@@ -1,8 +1,8 @@
-"""`CodeDecoder`: writes the codes of an item one after another, behind the state of a history.
+"""`CodeDecoder`: predicts the codes of an item one after another, given the state of a history.
 
-Every layer is causal over the codes of one item: the first token is the state, the token of level l + 1 is
-the embedding of code l. The decoder goes level by level and keeps the keys and values of the levels before,
-so training (one path per position) and scoring (every node of a trie) run the same code.
+Every layer is causal over the codes of one item: the first token is the state, and the token of level l + 1
+is the embedding of code l. The decoder proceeds level by level and keeps the keys and values of earlier
+levels, so training (one path per position) and scoring (every node of a trie) run the same code.
 """
 
 import torch
@@ -13,7 +13,7 @@ from recsys import protos as pb
 from recsys.modules.code_trie import CodeTrie
 
 Cache = list[list[tuple[Tensor, Tensor]]]
-"""For each layer the keys and values [..., E] of the levels so far."""
+"""The keys and values [..., E] of the levels so far, for each layer."""
 
 
 class CodeEmbedding(nn.Module):
@@ -22,7 +22,7 @@ class CodeEmbedding(nn.Module):
     Args:
         sizes: number of values of each level.
         width: E.
-        init_std: standard deviation of the rows at the start.
+        init_std: standard deviation of the initial rows.
     """
 
     def __init__(self, sizes: tuple[int, ...], width: int, init_std: float):
@@ -32,7 +32,7 @@ class CodeEmbedding(nn.Module):
         nn.init.normal_(self.table.weight, std=init_std)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Sums the embeddings of the codes of each item, [n, levels] -> [n, E]; -1 is an unknown item's."""
+        """Sums the embeddings of each item's codes, [n, levels] -> [n, E]; unknown items have codes -1."""
         starts = torch.tensor(self.starts[:-1], device=codes.device)
         return self.table(torch.where(codes < 0, self.starts[-1], codes + starts)).sum(-2)
 
@@ -71,7 +71,7 @@ class CausalBlock(nn.Module):
 
 
 class CodeDecoder(nn.Module):
-    """Gives the logits of each level, given the state of a history and the codes before.
+    """Computes the logits of each level, given the state of a history and the codes of earlier levels.
 
     Args:
         config: the message.
@@ -89,11 +89,11 @@ class CodeDecoder(nn.Module):
         self.logits = nn.ModuleList(nn.Linear(width, size) for size in sizes)
 
     def forward(self, states: Tensor, codes: Tensor) -> Tensor:
-        """Returns the mean over levels of the cross-entropy with the given codes before each level, [n].
+        """Returns the mean over levels of the cross-entropy, given the codes of earlier levels, float32 [n].
 
         Args:
             states: [n, E].
-            codes: int64 [n, levels] of the items to write, float32 losses.
+            codes: int64 [n, levels], the codes of the items to predict.
         """
         cache, token, total = self._empty(), states, []
         for level, target in enumerate(codes.unbind(1)):
@@ -113,16 +113,16 @@ class CodeDecoder(nn.Module):
             trie: the codes of all items.
         """
         cache, token = self._empty(), states[:, None]
-        found = states.new_zeros(states.shape[0], 1, dtype=torch.float32)
+        log_probs = states.new_zeros(states.shape[0], 1, dtype=torch.float32)
         for level, size in enumerate(trie.sizes):
             logits = self._advance(level, token, cache)
             parent, code = trie.parent(level), trie.token(level)
             of_edges = logits.flatten(1).index_select(1, parent * size + code)
-            found = (found - logits.logsumexp(2)).index_select(1, parent) + of_edges
+            log_probs = (log_probs - logits.logsumexp(2)).index_select(1, parent) + of_edges
             if level + 1 < trie.levels:
                 select_nodes(cache, parent)
                 token = self.embed.level(level, code).expand(states.shape[0], -1, -1)
-        return torch.zeros_like(found).index_copy(1, trie.item, found)
+        return torch.zeros_like(log_probs).index_copy(1, trie.item, log_probs)
 
     def flops(self, paths: int) -> int:
         """Counts the FLOP of the losses for `paths` states; see `recsys.modules.flops`."""
@@ -145,6 +145,6 @@ class CodeDecoder(nn.Module):
 
 
 def select_nodes(cache: Cache, parent: Tensor) -> None:
-    """Gives every edge the keys and values of the node that it leaves, [B, nodes, E] -> [B, edges, E]."""
+    """Replaces keys and values of nodes by those of their edges in place: [B, nodes, E] -> [B, edges, E]."""
     for layer in cache:
         layer[:] = [(key.index_select(1, parent), value.index_select(1, parent)) for key, value in layer]

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 
 class CodeTrie(nn.Module):
-    """Holds the prefixes of all codes; nodes of a depth are in lexicographic order.
+    """Holds the prefixes of all codes, with the nodes of each depth in lexicographic order.
 
-    A node of depth l + 1 is an edge of a node of depth l: `first(l)` says where the edges of each node
-    begin, `token(l)` the code of each edge and `parent(l)` its node. The root is the only node of depth 0,
-    and node i of the last depth is the item `item[i]`. All of them are buffers and part of a checkpoint.
+    Each node of depth l + 1 is an edge of a node of depth l: `first(l)` gives the first edge of each node,
+    `token(l)` the code of each edge, and `parent(l)` the node that it leaves. The root is the only node of
+    depth 0, and node i of the last depth is the item `item[i]`. All of these are buffers, so checkpoints
+    contain them.
 
     Args:
         codes: int64 [items, levels], no two rows equal.

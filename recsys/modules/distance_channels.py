@@ -139,8 +139,8 @@ class DistanceChannel(nn.Module):
         """Computes the inputs of `linear_attention` that depend on the clock."""
         rate = (self.first_rate * self.log_rate.exp()).repeat(2).to(clock.keys.dtype)
         even, odd = (weight.repeat(1, 2).to(clock.keys.dtype) for weight in (self.even, self.odd))
-        left = (-rate * clock.ahead).clamp(min=-STRONGEST_DECAY).exp()
-        queries = (left * clock.queries)[:, None] * even + (left * clock.turned)[:, None] * odd
+        decay = (-rate * clock.ahead).clamp(min=-STRONGEST_DECAY).exp()
+        queries = (decay * clock.queries)[:, None] * even + (decay * clock.turned)[:, None] * odd
         decays = (-rate * clock.elapsed).clamp(min=-STRONGEST_DECAY)
         heads = even.shape[0]
         keys, decays = (part[:, None].expand(-1, heads, -1) for part in (clock.keys, decays))

@@ -1,11 +1,12 @@
 """`EmbeddingGroup`: looks up all embedding tables of a model together, as its first step.
 
 TorchRec does the lookup, so that `training` can shard tables over ranks and overlap the exchange of ids with
-the previous step. TorchRec's pipeline traces a model's forward pass down to the collections, so
-`EmbeddingGroup.forward` only calls modules and never reads values.
+the previous step. TorchRec's pipeline traces `EmbeddingGroup.look_up` down to the collections, so it only
+calls modules and never reads values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.ops import segment_sum
+
+LookedUp = Sequence[dict[str, JaggedTensor]]
+"""For each collection of tables, column -> the vectors of its ids."""
 
 
 class EmbeddingGroup(nn.Module):
@@ -45,11 +49,31 @@ class EmbeddingGroup(nn.Module):
             {f"dim_{width}": EmbeddingCollection(tables=configs) for width, configs in by_width.items()}
         )
         self.pool = PoolValues(pipeline)
+        self._given: Mapping[str, Tensor] | None = None
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Returns column -> float32 [n, width]; n counts rows, events, candidates or shared items."""
-        looked_up = [tables(batch.ids) for tables in self.tables.values()]
-        return self.pool(looked_up, batch.value_counts)
+        if self._given is not None:
+            return self.pool.pooled(self._given, batch.value_counts)
+        return self.pool(self.look_up(batch), batch.value_counts)
+
+    def look_up(self, batch: Batch) -> LookedUp:
+        """Returns the rows of all tables that a batch names, for each collection of tables."""
+        return [tables(batch.ids) for tables in self.tables.values()]
+
+    @contextmanager
+    def given(self, vectors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within the block `forward` takes these looked-up vectors, column -> [ids, width]."""
+        self._given = vectors
+        try:
+            yield
+        finally:
+            self._given = None
+
+
+def vectors_of(looked_up: LookedUp) -> dict[str, Tensor]:
+    """Returns column -> [ids, width], the vectors in all results of `EmbeddingGroup.look_up`."""
+    return {name: jagged.values() for group in looked_up for name, jagged in group.items()}
 
 
 class PoolValues(nn.Module):
@@ -63,17 +87,19 @@ class PoolValues(nn.Module):
             if column.multi_valued
         }
 
-    def forward(
-        self, looked_up: Sequence[dict[str, JaggedTensor]], value_counts: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def forward(self, looked_up: LookedUp, value_counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns column -> [n, width], given the result of `EmbeddingGroup.look_up`."""
+        return self.pooled(vectors_of(looked_up), value_counts)
+
+    def pooled(self, looked_up: Mapping[str, Tensor], value_counts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns column -> [n, width].
 
         Args:
-            looked_up: the result of each collection.
+            looked_up: column -> [ids, width].
             value_counts: for each multi-valued column, the number of values of each row, event or candidate,
                 int64 [n].
         """
-        vectors = {name: jagged.values() for group in looked_up for name, jagged in group.items()}
+        vectors = dict(looked_up)
         for name, pooling in self.poolings.items():
             counts = value_counts[name]
             pooled = segment_sum(vectors[name], counts)

@@ -54,7 +54,7 @@ class ContextualizedMLP(nn.Module):
         super().__init__()
         if context_dim == 0:
             raise ValueError(
-                "a contextualised layer makes its weights of USER features, and no feature has the side USER"
+                "a contextualized layer makes its weights of USER features, and no feature has the side USER"
             )
         layers: list[nn.Module] = []
         for width in config.hidden:

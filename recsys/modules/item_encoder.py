@@ -30,17 +30,17 @@ class ItemEncoder(nn.Module):
         super().__init__()
         width = pipeline.model.embedding_dim
         columns = features.columns(pipeline, pb.ITEM)
-        own_width = features.searched_item(pipeline).id.embedding_dim
+        id_width = features.searched_item(pipeline).id.embedding_dim
         self.names = [column.name for column in columns]
         self.residual = config.residual
-        self.joins_own = config.own_embedding and not config.residual
-        total = sum(column.width for column in columns) + own_width * self.joins_own
+        self.joins_id_embedding = config.own_embedding and not config.residual
+        total = sum(column.width for column in columns) + id_width * self.joins_id_embedding
         if not total:
             raise ValueError("item_encoder: no feature has the side ITEM, and own_embedding is not an input")
-        if config.residual and (own_width != width or not config.own_embedding):
+        if config.residual and (id_width != width or not config.own_embedding):
             raise ValueError(
-                f"item_encoder.residual: an own embedding of width {width} is needed to add to; "
-                f"own_embedding is {str(config.own_embedding).lower()}, its width {own_width}"
+                f"item_encoder.residual adds to the item's id embedding, which must have width {width}; "
+                f"own_embedding is {str(config.own_embedding).lower()}, and the width is {id_width}"
             )
         self.layers = build_mlp(config.mlp, total, width)
         if config.residual:
@@ -55,7 +55,7 @@ class ItemEncoder(nn.Module):
             embedding: [n, width], the items' id embeddings.
             values: column of side ITEM -> [n, width]; numbers are [n, 1].
         """
-        parts = [embedding] if self.joins_own else []
+        parts = [embedding] if self.joins_id_embedding else []
         vectors = self.layers(torch.cat([*parts, *(values[name] for name in self.names)], dim=1))
         return embedding + vectors if self.residual else vectors
 

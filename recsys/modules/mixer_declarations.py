@@ -85,8 +85,10 @@ class HstuDeclaration(MixerDeclaration):
         if config.compile:
             again = [pb.Recompute.Name(part) for part in config.recompute if part in (pb.NORMED_X, pb.UVQK)]
             if again:
-                what = f"compiled layers cannot recompute NORMED_X or UVQK: leave {' and '.join(again)} out"
-                yield Finding(f"{self.path}.compile", f"{what} of recompute, or set compile to false")
+                problem = (
+                    f"compiled layers cannot recompute NORMED_X or UVQK: leave {' and '.join(again)} out"
+                )
+                yield Finding(f"{self.path}.compile", f"{problem} of recompute, or set compile to false")
 
 
 @declare(pb.SasRecMixer)
@@ -102,8 +104,8 @@ class SasRecDeclaration(MixerDeclaration):
         """Checks that the number of heads divides the width of a token."""
         width, heads = self.model.embedding_dim, self.config.num_heads
         if heads > 0 and width % heads:
-            what = f"{heads} does not divide model.embedding_dim, which is {width}"
-            yield Finding(f"{self.path}.num_heads", what)
+            problem = f"{heads} does not divide model.embedding_dim, which is {width}"
+            yield Finding(f"{self.path}.num_heads", problem)
 
 
 @declare(pb.LinearMixer)
@@ -146,8 +148,8 @@ class HybridDeclaration(MixerDeclaration):
         """Yields the findings of each mixer, none of which may be a mixture."""
         for mixer in self._mixers():
             if isinstance(mixer.config, pb.MixtureMixer):
-                what = "a mixture takes several sequences and returns only targets; use it alone"
-                yield Finding(mixer.path, what)
+                problem = "a mixture takes several sequences and returns only targets; use it alone"
+                yield Finding(mixer.path, problem)
             else:
                 yield from mixer.findings()
 
@@ -186,5 +188,5 @@ def _unknown_backend(mixer: MixerDeclaration, backends: Sequence[str]) -> Iterat
     """Yields a finding if the mixer's op does not have the backend that the config names."""
     name = mixer.config.backend
     if name not in backends:
-        what = f"no backend is called {name!r}. {did_you_mean(name, backends)}"
-        yield Finding(f"{mixer.path}.backend", what)
+        problem = f"no backend is called {name!r}. {did_you_mean(name, backends)}"
+        yield Finding(f"{mixer.path}.backend", problem)

@@ -85,8 +85,8 @@ class PositionalEncoder(nn.Module):
             )
         if self.time is not None:
             raise ValueError(
-                "events cannot be appended with positional.num_time_buckets > 0: ages of older events were "
-                f"those at an earlier request; {instead}"
+                "events cannot be appended with positional.num_time_buckets > 0: the cached ages of older "
+                f"events belong to an earlier request; {instead}"
             )
 
     def _buckets_by_kernel(

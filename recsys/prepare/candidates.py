@@ -117,10 +117,10 @@ class _Latest:
         asked = requests.select(pl.exclude("user_id", "request_id", PLACE, *self._users)).explode(pl.all())
         asked = asked.with_columns(timestamps=pl.lit(now, pl.Int64))
         slices = self._slices(events, requests)
-        known = [name for name in self._users if name not in requests.columns]
-        last = events.group_by("user_id").agg(pl.col(known).last())
+        user_columns = [name for name in self._users if name not in requests.columns]
+        last = events.group_by("user_id").agg(pl.col(user_columns).last())
         rows = requests.join(last, on="user_id", how="left", maintain_order="left")
-        rows = _without_nulls(rows, known, self._log, self._columns)
+        rows = _without_nulls(rows, user_columns, self._log, self._columns)
         rows = rows.select("user_id", "request_id", pl.lit(now, pl.Int64).alias("request_time"), *self._users)
         table = plain_table(pl.concat([events, asked], how="diagonal"))
         self._writer.write(LATEST, f"{LATEST}/part-{number:05d}.parquet", table, slices, plain_table(rows))
@@ -150,8 +150,8 @@ def _as_in_log(candidates: pl.DataFrame, log: Log, columns: LogColumns) -> pl.Da
         for place, text in flat.iter_rows() if not is_integer_text(flat[name]) else ():
             if not is_integer_text(pl.Series([text])):
                 raise DataError(
-                    f"{place}: {shown.get(name, name)} is {shortened(text)}, but every one in the log is a "
-                    "whole number such as 7; is it the right column?"
+                    f"{place}: {shown.get(name, name)} is {shortened(text)}, but every such id in the log is "
+                    "a whole number such as 7; is it the right column?"
                 )
         kind = pl.List(pl.Int64) if nested else pl.Int64
         numbers = candidates[name].cast(kind, strict=False)

@@ -58,8 +58,8 @@ def run_tool(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    tool, rest = split_command(parser, tools, sys.argv[1:] if arguments is None else arguments)
-    return run(tools[tool], rest)
+    tool, flags = split_command(parser, tools, sys.argv[1:] if arguments is None else arguments)
+    return run(tools[tool], flags)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -241,17 +241,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--watch-time-unit", choices=("s", "ms"), default="s", help="unit of that column")
     for side in ("item", "user"):
         kinds = (("feature", "a category"), ("list", "several categories"), ("number", "a number"))
-        for kind, what in kinds:
+        for kind, content in kinds:
             parser.add_argument(
                 f"--{side}-{kind}",
                 action="append",
                 default=[],
                 metavar="COLUMN",
-                help=f"column with {what} of each {side}",
+                help=f"column with {content} of each {side}",
             )
-    parser.add_argument(
-        "--list-delimiter", type=_text, default="|", help="text between the categories of a cell"
-    )
+    parser.add_argument("--list-delimiter", default="|", help="text between the categories of a cell")
     parser.add_argument(
         "--fill", type=_fill, action="append", default=[], metavar="COLUMN=VALUE",
         help="value that replaces empty cells of a column",
@@ -316,12 +314,6 @@ def _delimiter(text: str) -> str:
     text = {"\\t": "\t", "tab": "\t"}.get(text, text)
     if len(text) != 1 or not text.isascii() or text in '"\r\n':
         raise argparse.ArgumentTypeError(f"{shortened(text)} is not one ASCII character other than a quote")
-    return text
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("is empty; give the text that stands between categories, such as |")
     return text
 
 

@@ -371,8 +371,8 @@ def _microseconds(piece: Piece, name: str) -> pl.Series:
         expected = "a date such as 2024-05-31 or 2024-05-31T12:30:00+02:00"
     else:
         factor = MICROSECONDS[piece.time_unit]
-        whole = texts.cast(pl.Int64, strict=False) * factor
-        moments = whole.fill_null(
+        microseconds = texts.cast(pl.Int64, strict=False) * factor
+        moments = microseconds.fill_null(
             (texts.cast(pl.Float64, strict=False) * factor).floor().cast(pl.Int64, strict=False)
         )
         expected = f"a time in {piece.time_unit} since 1970; set --time-unit to s, ms, us or iso"
@@ -381,7 +381,7 @@ def _microseconds(piece: Piece, name: str) -> pl.Series:
 
 
 def _iso(text: str) -> int | None:
-    """Parses one date to microseconds since 1970, for columns with mixed formats; None if it is no date."""
+    """Parses one date to microseconds since 1970, for columns with mixed formats; returns None otherwise."""
     try:
         moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:

@@ -223,8 +223,10 @@ def join_movies(
     ratings: pl.DataFrame, movies: pl.DataFrame, source: Path, ties: str, seed: int
 ) -> pl.DataFrame:
     """Joins ratings with their movies; sorts events by user and time, ties by `ties.sort_events`."""
-    known = movies.select("movieId", genres=_genres(movies), year=_years(movies))
-    events = ratings.with_row_index("order").join(known, on="movieId", how="left", maintain_order="left")
+    movie_columns = movies.select("movieId", genres=_genres(movies), year=_years(movies))
+    events = ratings.with_row_index("order").join(
+        movie_columns, on="movieId", how="left", maintain_order="left"
+    )
     unknown = events.filter(pl.col("genres").is_null())
     if unknown.height:
         raise DataError(f"{source}: movie {unknown[0, 'movieId']} is rated but not in the list of movies")
@@ -265,9 +267,9 @@ def _files(folder: Path) -> dict[str, Path]:
         raise DataError(f"{folder}: no such file or folder")
     chosen = {}
     for stem, names in NAMES.items():
-        there = [folder / name for name in names if (folder / name).is_file()]
-        if there:
-            chosen[stem] = there[0]
+        present = [folder / name for name in names if (folder / name).is_file()]
+        if present:
+            chosen[stem] = present[0]
         elif stem != "users":
             raise DataError(f"{folder}: neither {' nor '.join(names)} in it")
     return chosen
@@ -281,11 +283,11 @@ def _zipped(path: Path) -> dict[str, tuple[str, bytes]]:
     try:
         with zipfile.ZipFile(path) as archive:
             for stem, names in NAMES.items():
-                there = [name for name in archive.namelist() if Path(name).name in names]
-                if len(there) == 1:
-                    chosen[stem] = (f"{path}/{there[0]}", archive.read(there[0]))
-                elif there or stem != "users":
-                    raise DataError(f"{path}: holds {len(there)} files {' or '.join(names)}, expected one")
+                present = [name for name in archive.namelist() if Path(name).name in names]
+                if len(present) == 1:
+                    chosen[stem] = (f"{path}/{present[0]}", archive.read(present[0]))
+                elif present or stem != "users":
+                    raise DataError(f"{path}: holds {len(present)} files {' or '.join(names)}, expected one")
     except BROKEN_ZIP as error:
         raise DataError(f"{path} cannot be read: {str(error)[:200]}; download it again") from error
     return chosen
@@ -323,7 +325,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-history", type=positive, help="most movies per history, the newest; default: all"
     )
-    for name, what in (
+    for name, meaning in (
         ("request-gap", "longest pause within a row, in seconds"),
         ("max-candidates", "most candidates per row"),
         ("validation-percent", "percent of each user's ratings for validation, before those for test"),
@@ -332,7 +334,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         ("user-modulus", "keep only users whose id is divisible by this"),
     ):
         value = getattr(defaults, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=positive, help=f"ranking: {what}; default: {value}")
+        parser.add_argument(f"--{name}", type=positive, help=f"ranking: {meaning}; default: {value}")
     command.add_evaluation_history(parser)
     parser.set_defaults(evaluation_history=None)
     ties.add_flags(parser, ["movieId", "rating"])

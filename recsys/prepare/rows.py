@@ -85,8 +85,8 @@ def freeze_histories(
         max_history: number of newest events that a history keeps.
     """
     start = slices.candidate_start
-    known = run_starts(user, period)[start]
-    end = np.where(frozen[start], np.minimum(slices.history_end, known), slices.history_end)
+    period_start = run_starts(user, period)[start]
+    end = np.where(frozen[start], np.minimum(slices.history_end, period_start), slices.history_end)
     return slices._replace(
         history_start=np.maximum(run_starts(user)[start], end - max_history), history_end=end
     )
@@ -103,13 +103,13 @@ def holdout_slices(
     index = np.arange(len(user), dtype=np.int64)
     first = np.flatnonzero(run_starts(user) == index)
     last = np.append(first[1:], len(user)) if len(first) else first
-    whole = last - first >= 3
+    is_complete = last - first >= 3
     if with_candidate:
-        first, last = first[whole], last[whole]
+        first, last = first[is_complete], last[is_complete]
         end = last - held_out
         candidate_end = end + 1
     else:
-        end = np.where(whole, last - held_out, last)
+        end = np.where(is_complete, last - held_out, last)
         candidate_end = end
     start = first if max_history is None else np.maximum(first, end - max_history)
     return Slices(start, end, end, candidate_end)

@@ -27,12 +27,12 @@ def write_config(schema: dict, folder: Path, address: Path) -> None:
 def starter_config(schema: dict, address: str) -> str:
     """Returns the text of a Pipeline; a relative `address` starts from where the command runs."""
     ranking, settings = schema["task"] == "ranking", choose_settings(schema)
-    others = [] if ranking else schema["features"][1:]
+    item_features = [] if ranking else schema["features"][1:]
     parts = [
         _head(schema, address, settings),
         _data(schema, address, settings),
         *(_feature(entry) for entry in schema["features"] if ranking or entry["name"] == "item_id"),
-        *([_item_features(others)] if others else []),
+        *([_item_features(item_features)] if item_features else []),
         _ranker(schema, settings) if ranking else _retriever(schema, settings),
         _train(schema, settings),
     ]

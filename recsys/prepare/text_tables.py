@@ -29,7 +29,7 @@ INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
 """Kinds of columns that `typed` converts, in the words of its messages."""
 
 
-def find_files(folder: Path, pattern: str, what: str) -> list[Path]:
+def find_files(folder: Path, pattern: str, content: str) -> list[Path]:
     """Lists the files below `folder` that match `pattern`, in the order of their names.
 
     Raises:
@@ -39,7 +39,7 @@ def find_files(folder: Path, pattern: str, what: str) -> list[Path]:
         raise DataError(f"{folder}: no such folder")
     files = sorted(folder.rglob(pattern), key=lambda path: (path.name, str(path)))
     if not files:
-        raise DataError(f"{folder}: no file {pattern} ({what}) in it or below it")
+        raise DataError(f"{folder}: no file {pattern} ({content}) in it or below it")
     return files
 
 
@@ -133,15 +133,15 @@ def _parsed(
         ),
     )
     line = 2
-    held = pl.DataFrame()
+    previous = pl.DataFrame()
     for batch in reader:
-        if held.height:
-            yield line, held
-            line += held.height
-        held = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
-    # Blank lines after the last event are no events; anywhere else they are a mistake.
-    if (filled := _filled(held)).any():
-        yield line, held.head(filled.arg_true()[-1] + 1)
+        if previous.height:
+            yield line, previous
+            line += previous.height
+        previous = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
+    # Blank lines after the last event are not events; anywhere else they are a mistake.
+    if (filled := _filled(previous)).any():
+        yield line, previous.head(filled.arg_true()[-1] + 1)
 
 
 def read_csv(path: Path, kinds: Mapping[str, str]) -> pl.DataFrame:
@@ -220,8 +220,8 @@ def _header(file: BinaryIO, where: str, delimiter: str) -> list[str]:
 def _delimiter_hint(columns: list[str], header: list[str], delimiter: str) -> str:
     """Returns a hint about the delimiter with which the header has all columns, if there is one."""
     line = delimiter.join(header)
-    for name, other in {",": ",", ";": ";", "tab": "\t", "|": "|"}.items():
-        if other != delimiter and set(columns) <= {value.strip('" ') for value in line.split(other)}:
+    for name, separator in {",": ",", ";": ";", "tab": "\t", "|": "|"}.items():
+        if separator != delimiter and set(columns) <= {value.strip('" ') for value in line.split(separator)}:
             return f". It has all of them with --delimiter '{name}'"
     return ""
 

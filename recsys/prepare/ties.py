@@ -58,9 +58,9 @@ class TieCounter:
 
     def add(self, user: np.ndarray, time: np.ndarray) -> None:
         """Adds events [n] that are sorted by user and time; `user` holds the number of each event's user."""
-        same = user[1:] == user[:-1]
-        self.neighbors += int(same.sum())
-        self.tied += int((same & (time[1:] == time[:-1])).sum())
+        same_user = user[1:] == user[:-1]
+        self.neighbors += int(same_user.sum())
+        self.tied += int((same_user & (time[1:] == time[:-1])).sum())
 
     def describe(self, ties: str, seed: int) -> dict[str, Any]:
         """Returns the entry `ties` of schema.json."""

@@ -1,11 +1,11 @@
 """The routes of the server, as a FastAPI application.
 
-POST /score, /recommend     one of them, as the package scores candidates or searches items
+POST /score, /recommend     one of the two: the package either scores candidates or searches items
 GET  /                      a page about the users of a file, if there is one
-POST /reload                with the token only
+POST /reload                needs a token
 GET  /healthz, /readyz      alive; ready to answer
 GET  /metrics               Prometheus
-GET  /openapi.json          made of what the package reads
+GET  /openapi.json          describes the columns that the package reads
 """
 
 import asyncio
@@ -40,7 +40,7 @@ SCORE, RECOMMEND, RELOAD = "/score", "/recommend", "/reload"
 _ROUTES = frozenset({"/", SCORE, RECOMMEND, RELOAD, "/healthz", "/readyz", "/metrics", "/openapi.json"})
 _REFERENCE = "#/components/schemas/{model}"
 _FAILURES = {
-    400: "The body is no JSON.",
+    400: "The body is not JSON.",
     401: "The token is missing or wrong.",
     413: "The body is too large.",
     422: "The request does not fit; `findings` name field and row.",
@@ -57,10 +57,12 @@ class ServingOptions:
 
     Attributes:
         deadline: seconds from a request's head to its answer.
-        max_requests: requests at a time; those beyond are answered 503 before their body is read, because
-            validating is work for the event loop too.
-        max_body: bytes of a request; all bodies in memory have at most `max_bodies` bytes.
-        token: needed by all requests but health checks; None to need none and have no reload.
+        max_requests: most requests at a time. Further ones get a 503 before their body is read, because
+            validating a body also takes time of the event loop.
+        max_body: most bytes of a request's body.
+        max_bodies: most bytes of all bodies in memory.
+        token: token that all requests but health checks must carry; None to require none and to turn
+            reloads off.
     """
 
     deadline: float
@@ -76,7 +78,7 @@ class ReloadRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     package: str | None = None
-    """A folder beside the package that the server was started with; None loads that one again."""
+    """Name of a folder beside the package that the server was started with; None reloads that package."""
 
 
 def create_app(
@@ -86,13 +88,13 @@ def create_app(
     is_stopping: Callable[[], bool] = lambda: False,
     page: Page | None = None,
 ) -> ASGIApp:
-    """Makes the application.
+    """Creates the application.
 
     Args:
         experiment: the packages that answer.
         metrics: counts requests.
         options: limits, token.
-        is_stopping: tells whether the server is about to end, when it is not ready any more.
+        is_stopping: returns whether the server is about to stop; it is then no longer ready.
         page: what is shown at `/`; None for no page.
     """
     app = FastAPI(title="recsys", version=recsys.__version__, docs_url=None, redoc_url=None)
@@ -102,7 +104,7 @@ def create_app(
 
     async def ask(request: Request, recommends: bool) -> Response:
         if len(in_flight) >= options.max_requests:
-            return _busy("too many requests at a time; ask again later")
+            return _busy("too many requests at once; ask again later")
         in_flight.add(request)
         until = time.monotonic() + options.deadline
         try:
@@ -124,7 +126,7 @@ def create_app(
     async def recommend(request: Request) -> Response:
         return await ask(request, recommends=True)
 
-    @app.post(RELOAD, summary="Loads a package anew, or another one, and lets it take over.")
+    @app.post(RELOAD, summary="Loads the package again, or another one, and switches to it.")
     async def reload(request: Request) -> Response:
         return await _reload(request, experiment, bodies, metrics, options)
 
@@ -206,7 +208,7 @@ async def _reload(
         asked = ReloadRequest.model_validate_json(body) if body else ReloadRequest()
         models = await experiment.reload(asked.package)
     except ValidationError as error:
-        return failure(422, "; ".join(one["msg"] for one in error.errors(include_url=False)))
+        return failure(422, "; ".join(entry["msg"] for entry in error.errors(include_url=False)))
     except ReloadError as error:
         metrics.reloads.labels("refused").inc()
         return failure(409, str(error))
@@ -228,10 +230,10 @@ def _busy(error: str) -> JSONResponse:
 
 
 def _openapi(app: FastAPI, model: ServingModel) -> dict[str, Any]:
-    """Describes the routes, with the request and answer of the package that is served."""
+    """Returns the OpenAPI description, with the request and answer schemas of the served package."""
     described = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    fits, other = (RECOMMEND, SCORE) if model.recommends else (SCORE, RECOMMEND)
-    del described["paths"][other]
+    served_path, unserved_path = (RECOMMEND, SCORE) if model.recommends else (SCORE, RECOMMEND)
+    del described["paths"][unserved_path]
     models = [(model.schema.request, "validation"), (model.schema.answer, "serialization")]
     models += [(Failure, "serialization"), (ReloadRequest, "validation")]
     _, definitions = models_json_schema(models, ref_template=_REFERENCE)
@@ -240,8 +242,11 @@ def _openapi(app: FastAPI, model: ServingModel) -> dict[str, Any]:
     def content(name: str) -> dict[str, Any]:
         return {"content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=name)}}}}
 
-    failures = {str(code): {"description": what, **content("Failure")} for code, what in _FAILURES.items()}
-    operation = described["paths"][fits]["post"]
+    failures = {
+        str(code): {"description": description, **content("Failure")}
+        for code, description in _FAILURES.items()
+    }
+    operation = described["paths"][served_path]["post"]
     operation["requestBody"] = {"required": True, **content("Request")}
     operation["responses"] = {"200": {"description": "Scores.", **content("Answer")}, **failures}
     described["paths"][RELOAD]["post"]["requestBody"] = {"required": False, **content("ReloadRequest")}

@@ -9,7 +9,7 @@ from recsys.serving.metrics import Metrics
 from recsys.serving.model import Prepared, ServingModel
 
 _SMALL = 1 << 16
-"""Bytes up to which a body is parsed in the event loop; larger ones would keep other requests waiting."""
+"""Largest body in bytes that is parsed in the event loop. Larger ones would keep other requests waiting."""
 
 
 class Asked:

@@ -23,7 +23,7 @@ class QueueFullError(Exception):
 
 
 class ClosedError(Exception):
-    """The batcher accepts no requests any more."""
+    """The batcher no longer accepts requests."""
 
 
 class DeadlineError(Exception):
@@ -35,9 +35,9 @@ class BatchLimits:
     """Bounds of batches and of the queue.
 
     Attributes:
-        max_batch: rows of a batch, unless a single request has more.
+        max_batch: most rows of a batch; a single request may have more.
         max_wait: seconds that the first request of a batch waits for others.
-        max_queue: rows that wait at most. A request with more is accepted by an empty queue.
+        max_queue: most rows that wait. An empty queue also accepts a request with more rows.
     """
 
     max_batch: int
@@ -83,24 +83,24 @@ class Batcher(Generic[Request, Answer]):
 
     @property
     def waiting_rows(self) -> int:
-        """Rows of all requests in the queue."""
+        """The number of rows of all requests in the queue."""
         return self._rows
 
     @property
     def is_alive(self) -> bool:
-        """Tells whether the thread runs."""
+        """Returns whether the thread is running."""
         return self._thread.is_alive()
 
     def submit(self, request: Request, rows: int, deadline: float) -> "Future[Answer]":
         """Puts a request into the queue.
 
         Args:
-            request: what `run` takes.
-            rows: its number of rows.
-            deadline: time of `time.monotonic` from which on nobody waits for the answer.
+            request: the request, as `run` takes it.
+            rows: number of rows of the request.
+            deadline: time of `time.monotonic` after which nobody waits for the answer.
 
         Returns:
-            The answer, or the error of `run`, or DeadlineError.
+            A future of the answer. Its error is that of `run`, or DeadlineError.
 
         Raises:
             QueueFullError: there is no room.
@@ -118,7 +118,7 @@ class Batcher(Generic[Request, Answer]):
         return waiting.answer
 
     def close(self, timeout: float | None = None) -> bool:
-        """Accepts no more requests, answers those that wait, and ends the thread.
+        """Stops accepting requests, answers the waiting ones, and ends the thread.
 
         Returns:
             False if `timeout` seconds were not enough.
@@ -150,10 +150,10 @@ class Batcher(Generic[Request, Answer]):
             if self._queue:
                 until = self._queue[0].arrived + limits.max_wait
                 while self._rows < limits.max_batch and not self._closed:
-                    left = until - time.monotonic()
-                    if left <= 0:
+                    seconds_left = until - time.monotonic()
+                    if seconds_left <= 0:
                         break
-                    self._changed.wait(left)
+                    self._changed.wait(seconds_left)
             batch: list[_Waiting[Request, Answer]] = []
             rows = 0
             while self._queue and (not batch or rows + self._queue[0].rows <= limits.max_batch):

@@ -1,4 +1,4 @@
-"""The ASGI layer around the application: token, request id, metrics, log line; and bodies of bounded size."""
+"""The ASGI layer around the application: it checks the token, counts and logs answers, and bounds bodies."""
 
 import hmac
 import logging
@@ -14,7 +14,7 @@ from recsys.serving.metrics import Metrics
 from recsys.serving.schema import Failure, InvalidRequestError
 
 OPEN_ROUTES = ("/healthz", "/readyz")
-"""Routes that need no token: whoever starts and stops servers asks them."""
+"""Routes that need no token, for the health checks of whatever starts and stops servers."""
 
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
@@ -27,8 +27,10 @@ class Guard:
     Args:
         app: the application.
         metrics: counts answers.
-        routes: paths that exist; others are counted as "other", so that nobody can invent labels.
-        token: needed in `Authorization: Bearer TOKEN`, but for OPEN_ROUTES; None to need none.
+        routes: existing paths. Requests to other paths are counted as "other", so that clients cannot create
+            new metric labels.
+        token: token that requests must carry in `Authorization: Bearer TOKEN`, except for OPEN_ROUTES; None
+            to require none.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str], token: str | None) -> None:
@@ -79,19 +81,19 @@ class Bodies:
     """Reads bodies; bounds the size of each, and of all that are in memory at a time.
 
     Args:
-        max_bytes: of one body.
-        max_total: of all bodies of requests that have no answer yet.
+        max_bytes: most bytes of one body.
+        max_total: most bytes of all bodies of requests without an answer yet.
     """
 
     def __init__(self, max_bytes: int, max_total: int) -> None:
-        self._max_bytes, self._left = max_bytes, max_total
+        self._max_bytes, self._free_bytes = max_bytes, max_total
 
     async def read(self, request: Request) -> bytes:
-        """Returns the body of a request; `release` gives its room back.
+        """Returns the body of a request. Call `release` when it is no longer needed.
 
         Raises:
-            InvalidRequestError: 413 for a body that is too large, by its header or as it comes; 503 if there
-                is no room; 415 for a compressed one.
+            InvalidRequestError: 413 if the body is too large, by its header or as it arrives; 503 if all
+                bodies together are too large; 415 if it is compressed.
         """
         if request.headers.get("content-encoding", "identity") != "identity":
             raise _invalid(415, "send the body without Content-Encoding")
@@ -103,25 +105,25 @@ class Bodies:
             async for chunk in request.stream():
                 if len(body) + len(chunk) > self._max_bytes:
                     raise self._too_large()
-                if len(chunk) > self._left:
-                    raise _invalid(503, "too many bodies at a time; ask again later")
-                self._left -= len(chunk)
+                if len(chunk) > self._free_bytes:
+                    raise _invalid(503, "too many bodies at once; ask again later")
+                self._free_bytes -= len(chunk)
                 body += chunk
         except BaseException:
-            self._left += len(body)
+            self._free_bytes += len(body)
             raise
         return bytes(body)
 
     def release(self, body: bytes) -> None:
-        """Gives back the room of a body."""
-        self._left += len(body)
+        """Subtracts a body from the total in memory."""
+        self._free_bytes += len(body)
 
     def _too_large(self) -> InvalidRequestError:
         return _invalid(413, f"the body has more than {self._max_bytes:,} bytes: send fewer rows at a time")
 
 
 def failure(status: int, error: str) -> JSONResponse:
-    """Returns an answer that is no success."""
+    """Returns a response that reports an error."""
     return JSONResponse(Failure(error=error).model_dump(), status)
 
 

@@ -1,4 +1,4 @@
-"""Log lines as JSON objects, one a line."""
+"""Log lines as JSON objects, one per line."""
 
 import json
 import logging
@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object; entries of its attribute `fields` stand beside the message."""
+    """Formats a record as one JSON object, with the entries of its attribute `fields` beside the message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line."""
+        """Formats one record."""
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -26,7 +26,7 @@ class JsonFormatter(logging.Formatter):
 
 @contextmanager
 def json_lines() -> Iterator[None]:
-    """Makes all present handlers of the root logger write JSON for the block."""
+    """Makes the current handlers of the root logger write JSON during the block."""
     handlers = list(logging.getLogger().handlers)
     before = [handler.formatter for handler in handlers]
     for handler in handlers:

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus's text format."""
+"""The server's metrics, in Prometheus's text format."""
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,7 +14,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """Counters of one server, in a registry of their own."""
+    """Metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -49,7 +49,7 @@ class Metrics:
         self._versions: dict[str, str] = {}
 
     def set_model(self, package: str, version: str) -> None:
-        """Names the version of a package that is served, `A` or `B`."""
+        """Sets the version of a served package, `A` or `B`."""
         if package in self._versions:
             self._model.remove(package, self._versions[package])
         self._versions[package] = version

@@ -37,7 +37,7 @@ class Prepared:
 
     Attributes:
         rows: pydantic models.
-        k: items of each row; 0 for a model that scores candidates.
+        k: number of items to recommend for each row; 0 for a model that scores candidates.
         places: the places of the rows in the request that they come from.
     """
 
@@ -47,7 +47,7 @@ class Prepared:
 
 
 Columns = dict[str, list[list[Any]]]
-"""An answer's columns: for each row a list."""
+"""Columns of an answer, each with a list per row."""
 
 
 class ServingModel:
@@ -93,7 +93,7 @@ class ServingModel:
         """Validates a request, as JSON or as an object. Its rows are converted with those of its batch.
 
         Raises:
-            InvalidRequestError: it is no JSON, or does not fit the schema; names field and row.
+            InvalidRequestError: the body is not JSON, or does not fit the schema; names field and row.
         """
         request = self.schema.parse(body)
         places = range(len(request.rows))
@@ -160,6 +160,6 @@ def _refused(bad: dict[int, str]) -> InvalidRequestError:
 
 
 def _split(values: list[Any], lengths: np.ndarray) -> list[list[Any]]:
-    """Returns one list a row of values that lie end to end."""
+    """Splits concatenated values into one list per row."""
     ends = np.cumsum(lengths).tolist()
     return [values[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -1,6 +1,6 @@
-"""The package that is served, and its exchange for another one without a lost request.
+"""The served package, and its replacement by another one without a lost request.
 
-All methods run in the event loop, but for the loading itself, so no locks are needed.
+All methods run in the event loop, except for the loading itself, so no locks are needed.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ log = logging.getLogger(__name__)
 
 
 class ReloadError(RecsysError):
-    """A package that did not take the place of the one that is served."""
+    """A package could not replace the served one."""
 
 
 class ModelHolder:
     """Holds the model that answers, and earlier ones as long as requests use them.
 
     Args:
-        model: the first one.
+        model: the first model.
         load: loads a package; runs in a thread.
         observe: called with each model that takes over.
 
     Attributes:
-        current: answers new requests.
+        current: the model that answers new requests.
         accept: called with each loaded model before it takes over; may raise a RecsysError.
     """
 
@@ -52,7 +52,7 @@ class ModelHolder:
 
     @contextmanager
     def use(self) -> Iterator[ServingModel]:
-        """Gives the current model for one request; it answers until the block ends."""
+        """Yields the current model for one request, and keeps it alive until the block ends."""
         model = self.current
         self._users[model] = self._users.get(model, 0) + 1
         try:
@@ -62,15 +62,15 @@ class ModelHolder:
             self._close_unused()
 
     async def reload(self, name: str | None) -> ServingModel:
-        """Loads a package aside and lets it take over; requests in flight finish on the old one.
+        """Loads a package and switches to it; requests in flight finish on the old one.
 
         Args:
             name: a folder beside the first package, by its name; None for the first package's own folder,
                 which an export has replaced.
 
         Raises:
-            ReloadError: the name leads elsewhere, another package is being loaded, or this one cannot be
-                used. The old one goes on.
+            ReloadError: the name is a path, another package is being loaded, or this one cannot be used.
+                The old one stays in use.
         """
         folder = self._folder if name is None else self._beside(name)
         if self._loading:
@@ -92,12 +92,12 @@ class ModelHolder:
         return model
 
     def close(self, timeout: float) -> bool:
-        """Answers what waits, and ends the threads; False if `timeout` seconds were not enough."""
+        """Answers waiting requests and ends the threads; returns False after `timeout` seconds."""
         ended = [model.batcher.close(timeout) for model in {self.current, *self._users}]
         return all(ended)
 
     def _beside(self, name: str) -> Path:
-        """A folder beside the first package: packages are native code, so requests name no other place."""
+        """Returns a folder beside the first package. Packages are native code, so no other place is safe."""
         folder = self._root / name
         if Path(name).name != name or name in ("", ".", "..") or folder.resolve().parent != self._root:
             raise ReloadError(f"package: give the name of a folder in {self._root}, not a path")

@@ -1,7 +1,6 @@
-"""Models of requests and answers, made of the columns that a package reads; OpenAPI is made of them.
+"""Pydantic models of requests and answers, built from the columns that a package reads. OpenAPI uses them.
 
-Names of features are anything that a config allows, so fields have neutral names and the column's name as
-alias.
+A config may give features any name, so fields have neutral names, with the column's name as alias.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from recsys.data.schema.contract import FileColumn, Kind, file_columns
 from recsys.data.schema.vocabulary import id_type
 
 MOST_FINDINGS = 20
-"""An answer names at most this many faults of a request."""
+"""Most faults of a request that an answer names."""
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -42,7 +41,7 @@ class Finding(BaseModel):
 
 
 class Failure(BaseModel):
-    """The body of every answer that is no success."""
+    """The body of every response that reports an error."""
 
     error: str
     findings: list[Finding] = []
@@ -80,18 +79,18 @@ class _RowField:
 
 
 class RequestSchema:
-    """What a package reads, as pydantic models.
+    """The columns that a package reads, as pydantic models.
 
     Args:
         pipeline: resolved config of the package.
-        key_columns: names of columns that are given back unchanged; optional in a request.
+        key_columns: names of columns that are returned unchanged; optional in a request.
         outputs: names of the columns of an answer.
         max_items: number of items that can be recommended; None for a model that scores candidates.
         limits: bounds of a request.
 
     Attributes:
-        request: model of the body of a request.
-        answer: model of the body of its answer.
+        request: pydantic model of the body of a request.
+        answer: pydantic model of the body of its answer.
     """
 
     def __init__(
@@ -108,14 +107,14 @@ class RequestSchema:
         self.keys = list(key_columns)
         fields = {f"f{i}": _declared(column, limits) for i, column in enumerate(columns)}
         echoed = [name for name in key_columns if name not in taken]
-        about = "Given back unchanged; not read otherwise."
+        about = "Returned unchanged; not used otherwise."
         fields |= {
             f"k{i}": (int | str | None, Field(None, alias=name, description=about))
             for i, name in enumerate(echoed)
         }
         self._names = {**{c.name: f"f{i}" for i, c in enumerate(columns)}}
         self._names |= {name: f"k{i}" for i, name in enumerate(echoed)}
-        row = create_model("Row", __config__=_STRICT, __doc__="One user at one time.", **fields)
+        row = create_model("Row", __config__=_STRICT, __doc__="A user at a point in time.", **fields)
         body: dict[str, Any] = {
             "rows": (list[row], Field(min_length=1, max_length=limits.rows)),
         }
@@ -144,18 +143,21 @@ class RequestSchema:
         """Validates a request, as JSON or as an object, and returns an instance of `request`.
 
         Raises:
-            InvalidRequestError: status 400 for what is no JSON, 422 for what does not fit.
+            InvalidRequestError: status 400 if the body is not JSON, 422 if it does not fit.
         """
         try:
             if isinstance(body, dict):
                 return self.request.model_validate(body)
             return self.request.model_validate_json(body)
         except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False, include_input=False)
-            if found[0]["type"] == "json_invalid":
-                failure = Failure(error=f"the body is no JSON that can be read: {found[0]['msg']}")
+            errors = error.errors(include_url=False, include_context=False, include_input=False)
+            if errors[0]["type"] == "json_invalid":
+                failure = Failure(error=f"the body is not valid JSON: {errors[0]['msg']}")
                 raise InvalidRequestError(400, failure) from None
-            findings = [Finding(field=_place(one["loc"]), message=one["msg"]) for one in found]
+            findings = [
+                Finding(field=_place(error_entry["loc"]), message=error_entry["msg"])
+                for error_entry in errors
+            ]
             more = len(findings) - MOST_FINDINGS
             said = f"the request does not fit{f'; {more} more findings' if more > 0 else ''}"
             failure = Failure(error=said, findings=findings[:MOST_FINDINGS])
@@ -198,7 +200,7 @@ class RequestSchema:
 
 
 def _declared(column: FileColumn, limits: RequestLimits) -> tuple[Any, Any]:
-    """Type and field of a column, for `create_model`."""
+    """Returns type and field of a column, for `create_model`."""
     kind: Any = _value(column)
     if column.multi_valued:
         kind = list[kind]
@@ -217,7 +219,7 @@ def _declared(column: FileColumn, limits: RequestLimits) -> tuple[Any, Any]:
 
 
 def _value(column: FileColumn) -> Any:
-    """Type of a single value."""
+    """Returns the type of a single value."""
     if column.kind is Kind.ID and column.feature is not None:
         if column.feature.id.HasField("hash"):
             return _Int64 | str
@@ -229,7 +231,7 @@ def _value(column: FileColumn) -> Any:
 
 
 def _stored(column: FileColumn) -> pa.DataType | None:
-    """Type of a column in a table; None for hashed ids, which are texts or integers."""
+    """Returns the type of a column in a table; None for hashed ids, which are texts or integers."""
     if column.kind is Kind.ID and column.feature is not None:
         if column.feature.id.HasField("hash"):
             return None
@@ -246,7 +248,7 @@ def _has_text_ids(column: FileColumn) -> bool:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """Names a place as `rows[3].uih_item_id[2]`; the branches of a union are passed over."""
+    """Formats a place as `rows[3].uih_item_id[2]`, without the branches of unions."""
     place = ""
     for part in location:
         if isinstance(part, int):
@@ -262,7 +264,7 @@ def _as_text(value: Any) -> Any:
 
 
 def output_types(pipeline: pb.Pipeline, outputs: list[str], searched: str | None) -> dict[str, Any]:
-    """Types of the columns of an answer beside the key columns, by name.
+    """Returns the types of an answer's columns other than key columns, by name.
 
     Args:
         pipeline: resolved config.

@@ -1,4 +1,4 @@
-"""Runs the application: the socket, uvicorn, and the way to an orderly end."""
+"""Runs the application: the socket, uvicorn, and an orderly shutdown."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ from recsys.serving.reload import ModelHolder
 from recsys.serving.schema import RequestLimits
 
 _CONNECTIONS = 1024
-"""Connections at a time; uvicorn answers 503 to more."""
+"""Most connections at a time; uvicorn answers 503 to further ones."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -36,8 +36,8 @@ class ServerSettings:
     """Where to listen, and how long a stop may take.
 
     Attributes:
-        host, port: address; port 0 takes a free one.
-        grace: seconds in which requests in flight may finish after SIGTERM.
+        host, port: address to listen on; port 0 picks a free port.
+        grace: seconds that requests in flight have to finish after SIGTERM.
         share: share of the users whom the second of two packages answers.
         page_rows: files with rows of the users that the page at `/` knows; empty for no page.
         item_names: file with the names of items for that page.
@@ -64,7 +64,7 @@ def serve(
 ) -> None:
     """Serves one package or two until SIGTERM or Ctrl-C; the requests in flight are answered first.
 
-    A dry run loads the packages and takes the address, and ends.
+    A dry run loads the packages, binds the address and ends.
 
     Raises:
         ConfigError: two packages take different requests, or the page cannot be made.
@@ -103,13 +103,13 @@ def serve(
                 server_header=False,
                 lifespan="off",
                 limit_concurrency=_CONNECTIONS,
-                # Longer than most clients keep connections, so that none sends into one that is being closed.
+                # Longer than most clients keep idle connections: none then sends on a closing connection.
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, round(settings.grace)),
             )
         )
         if settings.host not in _LOOPBACK and options.token is None:
-            log.warning("whoever reaches %s can ask this server: it needs no token", settings.host)
+            log.warning("anyone who can reach %s can use this server: it requires no token", settings.host)
         host, port = listening.getsockname()[:2]
         versions = " ".join(holder.current.version for holder in experiment.holders)
         fields = {"host": host, "port": port, "model": versions}
@@ -152,7 +152,7 @@ def read_token(file: str | None, variable: str | None) -> str | None:
 @contextmanager
 def _listen(settings: ServerSettings) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # With the protocol named, asyncio sets TCP_NODELAY on connections. Without it an answer takes 40 ms more.
+    # Only if the protocol is named, asyncio sets TCP_NODELAY, without which an answer takes 40 ms longer.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -166,7 +166,7 @@ def _listen(settings: ServerSettings) -> Iterator[socket.socket]:
 
 @contextmanager
 def _quiet_sigterm() -> Iterator[None]:
-    """Ignores SIGTERM outside of uvicorn, which stops at it and then raises it again."""
+    """Ignores SIGTERM outside of uvicorn, which stops on the signal and then raises it again."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         yield

@@ -18,7 +18,7 @@ TOOLS = {"embed": command.embed, "fit": command.fit, "report": command.report, "
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the tool that the first argument names with the flags behind it, and returns the exit code."""
+    """Runs the tool that the first argument names with the flags after it, and returns the exit code."""
     return run_tool(command.PROGRAM, __doc__, TOOLS, arguments)
 
 

@@ -3,8 +3,8 @@
     manifest.json           hashes of the other files
     bundle.json             version, settings, hashes of ids and transform, report numbers
     codes.parquet           item_id, codes (a list of whole numbers), digit (tells items of one code apart)
-    quantizer.safetensors   centroids [levels, V, d] and what else the quantizer needs
-    transform/              what turns an item into a vector, as in a folder of `recsys sid embed`
+    quantizer.safetensors   centroids [levels, V, d] and further tensors of the quantizer
+    transform/              the transform from items to vectors, as in a folder of `recsys sid embed`
 
 Codes of an item never change. Appending items makes a bundle of the next version.
 """
@@ -39,16 +39,16 @@ class About:
     """The contents of `bundle.json`.
 
     Attributes:
-        format: of the folder; a reader refuses others than `FORMAT`.
-        version: 1, and 1 more each time items are appended.
+        format: format of the folder; a reader rejects formats other than `FORMAT`.
+        version: 1, plus 1 for each time that items were appended.
         quantizer: one of `QUANTIZERS`.
-        ordered: a code refines the one before it; False for opq.
-        size: V, values of each code.
+        ordered: whether each code refines the one before it; False for opq.
+        size: V, number of values of each code.
         ids: SHA-256 of the item ids in the order of codes.parquet.
         transform: SHA-256 of the transform.
-        settings: of the quantizer.
+        settings: settings of the quantizer.
         codes: statistics of the codes of this version.
-        kept: what the codes of version 1 keep of their vectors.
+        kept: measures of how much of the vectors the codes of version 1 keep.
     """
 
     format: int
@@ -68,8 +68,8 @@ class Bundle:
     """Codes of items with the frozen quantizer.
 
     Attributes:
-        about: settings and numbers.
-        ids: item ids; those of version 1 sorted, then those of each later version.
+        about: settings and statistics.
+        ids: item ids: the sorted ids of version 1, then the sorted ids of each later version.
         codes: int64 [items, levels].
         digits: int64 [items], 0 to 255.
         quantizer: encodes vectors of new items.
@@ -88,11 +88,11 @@ def make_bundle(
     """Makes version 1 of a bundle.
 
     Args:
-        embeddings: what the quantizer was fitted on.
+        embeddings: vectors that the quantizer was fitted on.
         fitted: quantizer and codes.
-        quantizer: its name.
+        quantizer: name of the quantizer.
         transform: hash of the transform of `embeddings`.
-        settings: of the quantizer; `size` is among them.
+        settings: settings of the quantizer, including `size`.
 
     Raises:
         ConfigError: more items share a code than the extra digit tells apart.
@@ -116,12 +116,12 @@ def make_bundle(
 
 
 def append_items(bundle: Bundle, embeddings: Embeddings, transform: str) -> Bundle:
-    """Adds the items that a bundle does not have yet; the codes of the others are untouched.
+    """Adds the items that a bundle does not have yet; the codes of its items do not change.
 
     Args:
         bundle: any version.
-        embeddings: vectors of new items; items of the bundle among them are passed over.
-        transform: hash of their transform.
+        embeddings: vectors of new items; items that the bundle has are skipped.
+        transform: hash of the transform of `embeddings`.
 
     Raises:
         ConfigError: the vectors were made by another transform, or a code is full.
@@ -153,11 +153,11 @@ def append_items(bundle: Bundle, embeddings: Embeddings, transform: str) -> Bund
 
 
 def write_bundle(folder: Path, bundle: Bundle, transform: Path) -> None:
-    """Writes a bundle atomically: after an error there is no folder, or the old one.
+    """Writes a bundle atomically: after an error, there is either no folder or the old one.
 
     Args:
-        folder: to make or to replace.
-        bundle: what to write.
+        folder: folder to create or replace.
+        bundle: the bundle.
         transform: a folder of vectors or a bundle, whose transform is copied.
     """
     with files.whole_folder(folder) as aside:
@@ -179,10 +179,10 @@ def write_bundle(folder: Path, bundle: Bundle, transform: Path) -> None:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Reads a bundle after a check of the hash of every file.
+    """Reads a bundle and checks the hash of every file.
 
     Raises:
-        DataError: the folder is no bundle, of another format, or a file of it is missing, changed or added.
+        DataError: the folder is not a bundle, has another format, or a file is missing, changed or added.
     """
     stored = read_codes(folder)
     try:

@@ -1,4 +1,4 @@
-"""Reads what semantic ids are made from: item ids, item texts and the training events of a data folder."""
+"""Reads the inputs of semantic ids: item ids, item texts and the training events of a data folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +27,15 @@ class Histories:
 
 
 def read_ids(data: Path) -> pl.Series:
-    """Reads the ids of all items of a data folder, sorted, so that no event decides the order of the rows.
+    """Reads the ids of all items of a data folder, sorted, so that their order does not depend on events.
 
     Raises:
         DataError: the folder has no vocabulary of items.
     """
     path = data / "vocabulary" / f"{ITEM}.parquet"
-    ids = _read_table(path, f"name a folder that `recsys prepare` made: {data} is none").get_column("id")
+    ids = _read_table(path, f"{data} was not made by `recsys prepare`; name a folder that was").get_column(
+        "id"
+    )
     if ids.n_unique() != len(ids) or ids.null_count():
         raise DataError(f"{path}: an id is missing or occurs twice; prepare the data again")
     return ids.sort().alias(ITEM)
@@ -43,7 +45,7 @@ def read_training_histories(data: Path, ids: pl.Series) -> Histories:
     """Reads the histories of the training rows; no other file of the folder is opened.
 
     Args:
-        data: a folder of `recsys prepare` with one training row a user (--task retrieval).
+        data: a folder of `recsys prepare` with one training row per user (--task retrieval).
         ids: as `read_ids` returns them.
 
     Raises:
@@ -70,13 +72,13 @@ def read_training_histories(data: Path, ids: pl.Series) -> Histories:
     lists = [_column(path, column) for path in paths]
     histories = pl.concat(lists) if lists else pl.Series(column, [], pl.List(ids.dtype))
     frame = pl.DataFrame({"item": histories}).with_row_index("row").explode("item").drop_nulls("item")
-    known = pl.DataFrame({"item": ids}).with_row_index("place")
+    rows_of_ids = pl.DataFrame({"item": ids}).with_row_index("place")
     if frame["item"].dtype != ids.dtype:
         raise DataError(
             f"{paths[0]}: {column} holds {frame['item'].dtype}, the vocabulary {ids.dtype}; prepare the data "
             "again"
         )
-    joined = frame.join(known, on="item", how="left", maintain_order="left")
+    joined = frame.join(rows_of_ids, on="item", how="left", maintain_order="left")
     places = joined["place"].cast(pl.Int64).fill_null(-1).to_numpy()
     return Histories(places, joined["row"].cast(pl.Int64).to_numpy())
 
@@ -91,7 +93,7 @@ def read_texts(
         ids: as `read_ids` returns them.
         table: another item table instead of these two: .parquet, .csv or .jsonl.
         id_column: name of the column of ids in `table`.
-        columns: columns of the text in their order; none: all but the ids.
+        columns: text columns, in the order of the text; empty: all columns but the ids.
 
     Raises:
         ConfigError: there is no item table, or it has no such column.
@@ -127,7 +129,7 @@ def _texts(
     frame = frame.with_columns(_cast_ids(frame[id_column], ids.dtype, path))
     if frame[id_column].n_unique() != len(frame):
         twice = frame.filter(pl.col(id_column).is_duplicated())[id_column][0]
-        raise DataError(f"{path}: item {twice!r} occurs twice; keep one row an item")
+        raise DataError(f"{path}: item {twice!r} occurs twice; keep one row per item")
     wanted = list(columns) or [name for name in frame.columns if name != id_column]
     joined = pl.DataFrame({id_column: ids}).join(frame, on=id_column, how="left", maintain_order="left")
     rows = joined.select(wanted).iter_rows()
@@ -135,10 +137,10 @@ def _texts(
 
 
 def _cast_ids(values: pl.Series, kind: pl.DataType, path: Path) -> pl.Series:
-    """Gives ids of a table the type that the data has.
+    """Casts the ids of a table to the type of the data's ids.
 
     Raises:
-        ConfigError: the data has integers, the table others.
+        ConfigError: the data has integers, and the table has another type.
         DataError: an id is missing.
     """
     if values.null_count():
@@ -156,7 +158,7 @@ def _cast_ids(values: pl.Series, kind: pl.DataType, path: Path) -> pl.Series:
 
 
 def _words(value: object) -> str:
-    """Writes a cell as text; of nested lists, such as paths of categories, the elements."""
+    """Writes a cell as text; nested lists, such as paths of categories, are flattened."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -168,8 +170,8 @@ def read_vectors(path: Path, ids: pl.Series, id_column: str) -> np.ndarray:
     """Reads vectors made elsewhere, float64 [items, D]; a row of zeros for an item that the file leaves out.
 
     Args:
-        path: .parquet with a column of ids and one of lists of numbers, or .npy with a row for each id of the
-            sorted catalogue.
+        path: a .parquet file with a column of ids and a column of lists of numbers, or an .npy file with a
+            row for each id of the sorted catalogue.
         ids: as `read_ids` returns them.
         id_column: name of the column of ids.
 
@@ -197,7 +199,7 @@ def read_vectors(path: Path, ids: pl.Series, id_column: str) -> np.ndarray:
     sizes = column.list.len() if isinstance(column.dtype, pl.List) else column.arr.len()
     if column.null_count() or sizes.n_unique() != 1:
         raise DataError(
-            f"{path}: the lists of {lists[0]!r} differ in length; every item needs as many numbers"
+            f"{path}: the lists of {lists[0]!r} differ in length; every item needs the same number of values"
         )
     vectors = _finite(np.array(column.to_list()), path)
     key = _cast_ids(frame[id_column], ids.dtype, path)
@@ -205,7 +207,7 @@ def read_vectors(path: Path, ids: pl.Series, id_column: str) -> np.ndarray:
         pl.DataFrame({"id": key}).with_row_index("row"), on="id", how="left", maintain_order="left"
     )
     if len(place) != len(ids):
-        raise DataError(f"{path}: an item occurs twice; keep one row an item")
+        raise DataError(f"{path}: an item occurs twice; keep one row per item")
     rows = place["row"].cast(pl.Int64).fill_null(-1).to_numpy()
     return np.where((rows >= 0)[:, None], vectors[rows], 0.0)
 

@@ -1,4 +1,4 @@
-"""Makes codes unique: items of one code get one more digit, in the order of their ids."""
+"""Makes codes unique: items with the same codes get one more digit, in the order of their ids."""
 
 import numpy as np
 
@@ -9,17 +9,17 @@ DIGITS = 256
 
 
 def spread_unknown(codes: np.ndarray, vectors: np.ndarray, size: int, first: int = 0) -> np.ndarray:
-    """Returns the codes with different ones for items that no source knows, whose vectors are all zeros.
+    """Gives different codes to items that no source knows, whose vectors are all zeros.
 
-    A quantizer gives all of them one code, and no setting of it can tell them apart. They keep the first
-    level, by which a model can learn what they have in common; the levels below count them in the order of
-    their ids.
+    A quantizer gives all of them the same codes, and no setting of it can tell them apart. They keep the code
+    of the first level, by which a model can learn what they have in common. The codes of the other levels
+    number them in the order of their ids.
 
     Args:
         codes: integer [items, levels].
         vectors: [items, D].
         size: number of codes per level.
-        first: number of the first of these items.
+        first: number from which these items are counted.
     """
     rows = np.flatnonzero(~vectors.any(1))
     spread, number = codes.copy(), first + np.arange(len(rows))
@@ -35,13 +35,13 @@ def extra_digits(codes: np.ndarray) -> np.ndarray:
         codes: integer [items, levels], items in the order of their ids.
 
     Raises:
-        ConfigError: more than `DIGITS` items share a code.
+        ConfigError: more than `DIGITS` items have the same codes.
     """
     return free_digits(codes, np.zeros((0, codes.shape[1]), np.int64), np.zeros(0, np.int64))
 
 
 def free_digits(codes: np.ndarray, old_codes: np.ndarray, old_digits: np.ndarray) -> np.ndarray:
-    """Returns digits of new items that neither an old item nor another new item of the same code has.
+    """Returns digits for new items that no other item with the same codes has.
 
     Args:
         codes: integer [new, levels], new items in the order of their ids.
@@ -49,7 +49,7 @@ def free_digits(codes: np.ndarray, old_codes: np.ndarray, old_digits: np.ndarray
         old_digits: integer [old].
 
     Raises:
-        ConfigError: old and new items of one code are more than `DIGITS`.
+        ConfigError: more than `DIGITS` items, old and new, have the same codes.
     """
     groups = np.unique(np.concatenate([old_codes, codes]), axis=0, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(groups)
@@ -61,13 +61,13 @@ def free_digits(codes: np.ndarray, old_codes: np.ndarray, old_digits: np.ndarray
     taken: dict[int, set[int]] = {}
     for group, digit in zip(groups[: len(old_codes)].tolist(), old_digits.tolist(), strict=True):
         taken.setdefault(group, set()).add(digit)
-    found = []
+    digits = []
     for group in groups[len(old_codes) :].tolist():
         used = taken.setdefault(group, set())
-        # Digits of a group without gaps, the usual case, are 0 to n - 1.
+        # Usually the digits of a group have no gaps: they are 0 to n - 1.
         digit = len(used)
         if digit in used or digit >= DIGITS:
             digit = next(place for place in range(DIGITS) if place not in used)
         used.add(digit)
-        found.append(digit)
-    return np.array(found, np.int64)
+        digits.append(digit)
+    return np.array(digits, np.int64)

@@ -1,4 +1,4 @@
-"""The tools of `recsys sid`: their flags and what they do."""
+"""Implements the tools of `recsys sid` and their flags."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ PROGRAM = "python -m recsys.sid"
 PAGE = "report.html"
 
 MOST_LEVELS = 64
-"""Codes of an item; more would not be short."""
+"""Most codes of an item; more would not be short."""
 
 
 def embed(arguments: list[str] | None = None) -> None:
@@ -154,10 +154,10 @@ def _quantizer_settings(options: argparse.Namespace) -> dict:
 
 
 def report(arguments: list[str] | None = None) -> None:
-    """Say how good the codes of a bundle are: a table, and a page with pictures."""
+    """Report how good the codes of a bundle are, as a table and as a page with charts."""
     flags = Parser(prog=f"{PROGRAM} report", description=report.__doc__, allow_abbrev=False)
     flags.add_argument(
-        "--bundle", type=Path, required=True, metavar="DIR", help="a folder of `recsys sid fit`"
+        "--bundle", type=Path, required=True, metavar="DIR", help="a folder made by `recsys sid fit`"
     )
     flags.add_argument("--html", type=Path, metavar="FILE", help=f"the page (default: <bundle>-{PAGE})")
     options = flags.parse_args(arguments)
@@ -165,7 +165,7 @@ def report(arguments: list[str] | None = None) -> None:
 
     read = bundle.read_bundle(options.bundle)
     name = options.bundle.resolve().name
-    # Not in the bundle, whose manifest names every file.
+    # The page is not written into the bundle, because the bundle's manifest names every file.
     html = options.html or options.bundle.resolve().with_name(f"{name}-{PAGE}")
     if html.resolve().is_relative_to(options.bundle.resolve()):
         raise ConfigError(f"--html {html}: lies in the bundle and would damage it; name another place")
@@ -178,7 +178,7 @@ def append(arguments: list[str] | None = None) -> None:
     """Give codes to new items with the frozen codebooks; codes of the bundle's items stay as they are."""
     flags = _parser("append", append)
     flags.add_argument(
-        "--bundle", type=Path, required=True, metavar="DIR", help="a folder of `recsys sid fit`"
+        "--bundle", type=Path, required=True, metavar="DIR", help="a folder made by `recsys sid fit`"
     )
     flags.add_argument(
         "--embeddings",
@@ -188,7 +188,7 @@ def append(arguments: list[str] | None = None) -> None:
         help="vectors made by `recsys sid embed --like BUNDLE`",
     )
     options = flags.parse_args(arguments)
-    # The bundle itself may be the output: it is replaced when the new one is whole.
+    # The bundle itself may be the output: it is replaced when the new one is complete.
     in_place = options.bundle.resolve() == options.output.resolve()
     _require_output(options, "embeddings", *([] if in_place else ["bundle"]))
     from recsys.sid import bundle
@@ -203,7 +203,7 @@ def append(arguments: list[str] | None = None) -> None:
 
 
 def _parser(tool: str, function) -> argparse.ArgumentParser:
-    """The parser of a tool that makes a folder."""
+    """Returns the parser of a tool that makes a folder."""
     flags = Parser(prog=f"{PROGRAM} {tool}", description=function.__doc__, allow_abbrev=False)
     flags.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to create")
     flags.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
@@ -214,7 +214,7 @@ def _require_output(options: argparse.Namespace, *inputs: str) -> None:
     """Checks that the output folder may be made and holds none of the inputs.
 
     Raises:
-        ConfigError: it exists and --overwrite is off, or an input lies in it.
+        ConfigError: the folder exists and --overwrite is off, or an input lies in it.
     """
     require_free(options.output, overwrite=options.overwrite)
     for name in inputs:

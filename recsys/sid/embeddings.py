@@ -1,4 +1,4 @@
-"""A folder of item vectors with the transform that made them, which new items need to get comparable ones.
+"""A folder of item vectors, with the transform that made them and that makes comparable vectors of new items.
 
 manifest.json          hashes of the other files
 embeddings.json        settings, hash of the ids, hash of the transform
@@ -31,7 +31,7 @@ TRANSFORM = "transform"
 """Name of the folder of a transform, in a folder of vectors and in a bundle."""
 
 TRANSFORM_FILE = f"{TRANSFORM}/transform.json"
-"""The file by which a folder with a transform is known."""
+"""The file that marks a folder with a transform."""
 
 _FILE, _VECTORS = "embeddings.json", "embeddings.parquet"
 _ARRAYS, _TERMS, _ABOUT = "arrays.safetensors", "terms.json", "transform.json"
@@ -39,13 +39,13 @@ _ARRAYS, _TERMS, _ABOUT = "arrays.safetensors", "terms.json", "transform.json"
 
 @dataclass(frozen=True)
 class ItemTable:
-    """Where texts and vectors of items come from besides the data folder.
+    """Names sources of item texts and vectors other than the data folder.
 
     Attributes:
-        items: item table with texts (.parquet, .csv, .jsonl); None: those of the data folder.
-        id_column: its column of ids, also that of `vectors`.
-        text_columns: columns of the text in their order; empty: all.
-        vectors: file of the source "file".
+        items: item table with texts (.parquet, .csv, .jsonl); None: the texts of the data folder.
+        id_column: name of the id column of `items` and `vectors`.
+        text_columns: text columns, in the order of the text; empty: all columns but the ids.
+        vectors: file with the vectors of the source "file".
     """
 
     items: Path | None = None
@@ -59,10 +59,10 @@ class Settings:
     """Settings of a transform.
 
     Attributes:
-        sources: some of `SOURCES`.
-        weights: of each source, a factor on its unit vectors.
-        encoder: of the texts, one of `ENCODERS`.
-        seed: decides the randomized decompositions.
+        sources: names from `SOURCES`.
+        weights: factor of the unit vectors of each source.
+        encoder: text encoder, one of `ENCODERS`.
+        seed: seed of the randomized decompositions.
     """
 
     sources: list[str]
@@ -73,12 +73,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Transform:
-    """Turns what is known of an item into its vector.
+    """Turns the texts, events and vectors of items into one vector each.
 
     Attributes:
         settings: sources, in the order of their parts of the vector.
-        whitenings: of each source.
-        terms: of TF-IDF texts, else None.
+        whitenings: the whitening of each source.
+        terms: TF-IDF terms of the text source; None without them.
     """
 
     settings: Settings
@@ -87,13 +87,13 @@ class Transform:
 
     @property
     def dim(self) -> int:
-        """Numbers of a vector."""
+        """The width of a vector."""
         return sum(self.whitenings[name].components.shape[1] for name in self.settings.sources)
 
     def apply(self, data: Path, ids: pl.Series, table: ItemTable) -> np.ndarray:
         """Returns the vectors of items that may be new since the transform was fitted: float32 [items, dim].
 
-        Their part of co-occurrence is zero: what they stood beside then is not known.
+        Their co-occurrence part is zero, because the transform does not know their neighbors.
         """
         parts = []
         for name, weight in zip(self.settings.sources, self.settings.weights, strict=True):
@@ -125,7 +125,7 @@ class Transform:
 
     @classmethod
     def read(cls, folder: Path) -> "Transform":
-        """Reads what `write` wrote; its manifest, in the folder around it, was checked before.
+        """Reads the files that `write` wrote. The caller has checked the manifest of the enclosing folder.
 
         Raises:
             DataError: a file is damaged.
@@ -153,7 +153,7 @@ class Embeddings:
     Attributes:
         ids: sorted ids of the items.
         vectors: float32 [items, D].
-        transform: what made them.
+        transform: the transform that made them.
     """
 
     ids: pl.Series
@@ -165,7 +165,7 @@ def embed(data: Path, settings: Settings, table: ItemTable) -> Embeddings:
     """Fits a transform on all items of a data folder, and co-occurrence on its training rows only.
 
     Raises:
-        ConfigError: a source has nothing to say.
+        ConfigError: a source has no information on the items.
         DataError: files are missing or damaged.
         InstallationError: a library of a source is missing.
     """
@@ -203,7 +203,7 @@ def _raw_file(ids: pl.Series, table: ItemTable) -> np.ndarray:
 
 
 def write_embeddings(folder: Path, embeddings: Embeddings) -> None:
-    """Writes a folder atomically: after an error there is none, or the old one."""
+    """Writes a folder atomically: after an error, there is either no folder or the old one."""
     with files.whole_folder(folder) as aside:
         pq.write_table(
             vector_table(embeddings), aside / _VECTORS, compression="zstd", write_page_checksum=True
@@ -219,7 +219,7 @@ def write_embeddings(folder: Path, embeddings: Embeddings) -> None:
 
 
 def vector_table(embeddings: Embeddings) -> pa.Table:
-    """The ids and vectors as an arrow table."""
+    """Returns the ids and vectors as an arrow table."""
     flat = pa.array(embeddings.vectors.reshape(-1))
     vectors = pa.FixedSizeListArray.from_arrays(flat, embeddings.vectors.shape[1])
     ids = embeddings.ids.to_arrow()
@@ -232,7 +232,7 @@ def read_embeddings(folder: Path) -> Embeddings:
     """Reads a folder and checks the hash of every file.
 
     Raises:
-        DataError: it is no such folder, or its files changed.
+        DataError: it is not a folder of vectors, or its files have changed.
     """
     require_whole(folder, "make it again with `recsys sid embed`", _VECTORS)
     try:
@@ -248,7 +248,7 @@ def read_embeddings(folder: Path) -> Embeddings:
 
 
 def hash_transform(folder: Path) -> str:
-    """Returns a SHA-256 over the files of a transform: vectors of the same one can be compared."""
+    """Returns a SHA-256 over the files of a transform. Vectors with the same hash can be compared."""
     digest = hashlib.sha256()
     for path in sorted((folder / TRANSFORM).iterdir()):
         digest.update(f"{path.name} {files.sha256(path)}\n".encode())

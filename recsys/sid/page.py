@@ -1,4 +1,4 @@
-"""The report of a bundle: lines for the terminal, and one self-contained HTML page with pictures."""
+"""The report of a bundle: lines for the terminal, and one self-contained HTML page with charts."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -12,23 +12,23 @@ from recsys.training.hooks.report_page import Tile, card, facts_table, grid, pag
 
 _LEFT, _TOP, _BOTTOM = 44, 10, 24
 _MOST_SIZES = 24
-"""Bars of the chart of shared codes; larger groups are joined in the last."""
+"""Most bars of the chart of shared codes; the last bar joins all larger groups."""
 
 _MOST_SHARED = 10
-"""Codes with the most items that the page lists."""
+"""Number of codes with the most items that the page lists."""
 
 
 def lines(bundle: Bundle) -> list[str]:
-    """Returns the report as lines: a name, its value."""
+    """Returns the report as lines, each with a name and its value."""
     about, codes = bundle.about, bundle.about.codes
     rows = [
         ("quantizer", f"{about.quantizer}, {len(codes.levels)} codes of {about.size}"),
         ("version", str(about.version)),
         ("items", f"{codes.items:,}"),
-        ("items alone on their code", percent(codes.alone)),
+        ("items with their own code", percent(codes.alone)),
         ("distinct codes / items", percent(codes.distinct)),
-        ("items alone with the digit", percent(codes.unique)),
-        ("codes that items share", f"{codes.shared:,}, the largest by {codes.largest:,} items"),
+        ("items unique with the digit", percent(codes.unique)),
+        ("shared codes", f"{codes.shared:,}, the largest by {codes.largest:,} items"),
         ("reconstruction error", f"{about.kept.error:.4f} of the squared length"),
         ("nearest 10 kept by decoding", percent(about.kept.recall)),
         *_neighbour_rows(bundle),
@@ -60,14 +60,14 @@ def percent(share: float) -> str:
 
 
 def build(bundle: Bundle, name: str) -> str:
-    """Returns the page as HTML; `name` is that of the bundle's folder."""
+    """Returns the page as HTML; `name` is the name of the bundle's folder."""
     about, codes = bundle.about, bundle.about.codes
     dead = sum(level.dead for level in codes.levels)
     made = f"{about.quantizer}, {len(codes.levels)} codes of {about.size}"
     told = f"{made} for {codes.items:,} items, version {about.version}."
     facts = [
-        Tile("alone on their code", percent(codes.alone), "of the items, before the extra digit"),
-        Tile("alone with the digit", percent(codes.unique), "of the items"),
+        Tile("with their own code", percent(codes.alone), "of the items, before the extra digit"),
+        Tile("unique with the digit", percent(codes.unique), "of the items"),
         Tile(
             "perplexity",
             number(min(level.perplexity for level in codes.levels)),
@@ -81,7 +81,7 @@ def build(bundle: Bundle, name: str) -> str:
     usage = [_usage_chart(bundle, level) for level in range(bundle.codes.shape[1])]
     kept = "" if about.version == 1 else f" Measured on the {about.kept.items:,} items of version 1."
     note = (
-        "Share of the nearest 10 by cosine that share codes with an item, beside the share of all pairs."
+        "Share of an item's nearest 10 (by cosine) that share codes with it, beside the share of all pairs."
         + kept
     )
     shared = section(
@@ -94,7 +94,7 @@ def build(bundle: Bundle, name: str) -> str:
         [
             head,
             section(
-                "Use of the codes", grid(usage), "Items of each code, most frequent first; dashed: all alike."
+                "Use of the codes", grid(usage), "Items per code, most frequent first; dashed: uniform use."
             ),
             section("Levels", card(_level_table(bundle))),
             shared,
@@ -107,8 +107,8 @@ def build(bundle: Bundle, name: str) -> str:
 def _usage_chart(bundle: Bundle, level: int) -> str:
     size = bundle.about.size
     counts = np.sort(np.bincount(bundle.codes[:, level], minlength=size))[::-1]
-    found = bundle.about.codes.levels[level]
-    about = f"perplexity {number(found.perplexity)}, {found.dead} dead"
+    level_statistics = bundle.about.codes.levels[level]
+    about = f"perplexity {number(level_statistics.perplexity)}, {level_statistics.dead} dead"
     labels = [f"rank {place}: {count:,} items" for place, count in enumerate(counts.tolist(), start=1)]
     return bar_chart(
         f"level {level + 1}", about, counts.tolist(), labels, ends=("1", str(size)), even=counts.mean()
@@ -122,8 +122,8 @@ def _collision_chart(bundle: Bundle) -> str:
         f"{count:,} items share their code with {place - 1}{joined * (place == _MOST_SIZES)} others"
         for place, count in enumerate(sizes.tolist(), start=1)
     ]
-    about = "items by the number of items on their code"
-    return bar_chart("items on one code", about, sizes.tolist(), labels, ends=("1", f"{len(sizes)}{joined}"))
+    about = "items by how many items share their code"
+    return bar_chart("items per code", about, sizes.tolist(), labels, ends=("1", f"{len(sizes)}{joined}"))
 
 
 def bar_chart(
@@ -135,12 +135,12 @@ def bar_chart(
     ends: tuple[str, str],
     even: float | None = None,
 ) -> str:
-    """A `<figure>` of bars.
+    """Returns a `<figure>` of bars.
 
     Args:
         title, about: plain text.
         values: heights.
-        labels: what each bar says under the pointer.
+        labels: text that each bar shows under the pointer.
         ends: labels of the first and the last bar.
         even: height of a dashed line.
     """
@@ -185,7 +185,7 @@ def _level_table(bundle: Bundle) -> str:
 
 
 def _shared_table(bundle: Bundle) -> str:
-    """The codes with the most items, with some of these."""
+    """Returns a table of the codes with the most items, and of some of these items."""
     groups: Mapping[tuple, list] = {}
     sizes = bucket_sizes(bundle.codes)
     for row in np.flatnonzero(sizes > 1).tolist():

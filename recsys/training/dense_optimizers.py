@@ -115,7 +115,7 @@ class Muon(DenseOptimizer):
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
         """Builds Muon, AdamW or both, depending on which kinds of parameters there are."""
         matrices = [group.for_torch() for group in groups if group.are_matrices]
-        rest = [group for group in groups if not group.are_matrices]
+        adamw_groups = [group for group in groups if not group.are_matrices]
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:
             optimizers.append(
@@ -123,7 +123,7 @@ class Muon(DenseOptimizer):
                     matrices, lr=0.0, momentum=self.config.momentum, adjust_lr_fn="match_rms_adamw"
                 )
             )
-        return [*optimizers, _adamw(rest, self.config)] if rest else optimizers
+        return [*optimizers, _adamw(adamw_groups, self.config)] if adamw_groups else optimizers
 
 
 def _adamw(groups: Sequence[DenseGroup], config: Any) -> torch.optim.AdamW:

@@ -135,8 +135,8 @@ def _counts(layout: SequenceLayout) -> str:
     return f"{parts} tokens"
 
 
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _words(mask: AttentionMask) -> str:

@@ -38,9 +38,7 @@ def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
             row = int(batch.layout.lengths.argmax())
             print(as_table(describe_sample(batch, row, pipeline)))
             if session.model.mixer is not None:
-                print(
-                    "\nits tokens through the layers: place now and at first, kind, and what the token sees"
-                )
+                print("\nits tokens through the layers: position now and at first, kind, and what it sees")
                 print(draw_stages(session.model.mixer, batch, row))
             kernels = describe_kernels(pipeline, processes.device.type)
             print("\n".join(["", *_sizes(session, batch), *kernels, f"loss of the first step: {loss:.4f}"]))
@@ -62,17 +60,17 @@ def _sizes(session: Session, batch: Batch) -> list[str]:
     averages = [] if session.average is None else [_average(session, session.average)]
     return [
         f"batch: {len(batch.uih_lengths)} rows, {layout.total_len:,} tokens, "
-        f"at most {layout.max_len} a sequence",
-        f"run: {steps:,} steps, {session.train.num_batches():,} batches an epoch",
+        f"at most {layout.max_len} per sequence",
+        f"run: {steps:,} steps, {session.train.num_batches():,} batches per epoch",
         f"parameters: {sum(parts.values()):,}: "
         + ", ".join(f"{name} {n:,}" for name, n in parts.items() if n),
         f"this process: {weights / _MEBI:.1f} MiB of weights, {states / _MEBI:.1f} MiB of optimizer state",
         *averages,
-        f"memory: {peak_memory(session.processes.device) / _MEBI:,.0f} MiB at most so far",
+        f"memory: {peak_memory(session.processes.device) / _MEBI:,.0f} MiB at peak so far",
     ]
 
 
 def _average(session: Session, average: WeightAverage) -> str:
     kept = local_bytes(average.tensors(session.progress.step))
-    what = averaging.describe(session.pipeline.train.weight_averaging)
-    return f"averaged weights: {what}; {kept / _MEBI:.1f} MiB more in this process, and as much on disk"
+    method = averaging.describe(session.pipeline.train.weight_averaging)
+    return f"averaged weights: {method}; {kept / _MEBI:.1f} MiB more in this process, and as much on disk"

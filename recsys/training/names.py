@@ -26,7 +26,7 @@ def without_match(patterns: Sequence[str], names: Collection[str], path: str) ->
         path: path of the list of patterns in the config, for the findings.
     """
     return [
-        f"{path}[{place}]: {pattern!r} fits none of {len(names)} names. {_suggestion(pattern, names)}"
+        f"{path}[{place}]: {pattern!r} matches none of the {len(names)} names. {_suggestion(pattern, names)}"
         for place, pattern in enumerate(patterns)
         if not any(fnmatchcase(name, pattern) for name in names)
     ]

@@ -146,10 +146,8 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
         if "step" in state:
             state["step"].zero_()
         if strangers := [key for key, value in state.items() if not isinstance(value, Tensor | None)]:
-            what = (
-                f"entry {', '.join(strangers)} of its state for {name} is not a tensor, so it cannot be saved"
-            )
-            raise TypeError(f"{type(chosen).__name__}: {what}")
+            problem = f"its state for {name} has entries that are not tensors: {', '.join(strangers)}"
+            raise TypeError(f"{type(chosen).__name__}: {problem}")
     _set_rate(optimizer, chosen.lr)
     return optimizer
 
@@ -183,13 +181,13 @@ def _groups(
 ) -> list[DenseGroup]:
     """Sorts parameters into the groups of the config, and each group into matrices and other parameters."""
     matrices = {layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)}
-    left = {name.removeprefix(MODEL): parameter for name, parameter in parameters.items()}
-    names, findings, groups = list(left), [], []
+    unmatched = {name.removeprefix(MODEL): parameter for name, parameter in parameters.items()}
+    names, findings, groups = list(unmatched), [], []
     for place, group in enumerate([*config.groups, pb.ParameterGroup(parameters=["*"])]):
         path = f"train.dense_optimizer.groups[{place}]"
         if place < len(config.groups):
             findings += without_match(group.parameters, names, f"{path}.parameters")
-        taken = {name: left.pop(name) for name in list(left) if fits(name, group.parameters)}
+        taken = {name: unmatched.pop(name) for name in list(unmatched) if fits(name, group.parameters)}
         if place < len(config.groups):
             log.info("%s trains %d parameters: %s", path, len(taken), ", ".join(taken))
         for are_matrices in (True, False):
@@ -198,8 +196,8 @@ def _groups(
             if sorted_out:
                 groups.append(DenseGroup(sorted_out, are_matrices, decay, group.lr_scale))
     if findings and len(parameters) < len(dict(model.named_parameters())):
-        what = "groups do not apply to sharded tables; see train.sparse_optimizer"
-        findings.append(f"train.dense_optimizer.groups: {what}")
+        problem = "groups do not apply to sharded tables; see train.sparse_optimizer"
+        findings.append(f"train.dense_optimizer.groups: {problem}")
     if findings:
         raise ConfigError(findings)
     return groups

@@ -86,8 +86,8 @@ def saved_config(state: SavedState, path: Path) -> pb.Pipeline:
     try:
         return text_format.Parse(state.config, pb.Pipeline())
     except text_format.ParseError as error:
-        what = f"its config cannot be read ({error}); was it saved by another version of recsys?"
-        raise RecsysError(f"{path}: {what}") from error
+        problem = f"its config cannot be read ({error}); was it saved by another version of recsys?"
+        raise RecsysError(f"{path}: {problem}") from error
 
 
 def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:

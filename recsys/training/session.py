@@ -28,6 +28,7 @@ from recsys.training.averaging import WeightAverage
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, gather, on_main, shard
 from recsys.training.optimizers import ScheduledOptimizer
+from recsys.training.recorded_step import recorder_for
 from recsys.training.resume import (
     changed_schedule,
     differences,
@@ -264,6 +265,7 @@ def _build(
             log.warning("%s: %s", finding.path, finding.text)
     step = TrainStep(model)
     wrapped = shard(step, pipeline, processes)
+    step.loss_of_vectors.recorder = recorder_for(model, pipeline, processes.device, processes.world_size)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps)
     seed_everything(_seed(pipeline, processes.rank, 0))
     return Session(
@@ -299,13 +301,13 @@ def _seed(pipeline: pb.Pipeline, rank: int, step: int) -> int:
 def _total_steps(train: pb.Train, reader: Loader, progress: Progress) -> int:
     if train.HasField("num_steps"):
         return train.num_steps
-    left = 0
+    batches_left = 0
     for epoch in range(progress.epoch, train.num_epochs):
-        left += reader.num_steps(epoch, progress.next_batch if epoch == progress.epoch else 0)
-    total = progress.step + left // train.accumulate_batches
+        batches_left += reader.num_steps(epoch, progress.next_batch if epoch == progress.epoch else 0)
+    total = progress.step + batches_left // train.accumulate_batches
     if total == 0:
         raise ConfigError(
             f"train.accumulate_batches: a step takes {train.accumulate_batches} batches, "
-            f"and train.num_epochs = {train.num_epochs} has {left}"
+            f"and train.num_epochs = {train.num_epochs} has {batches_left}"
         )
     return total

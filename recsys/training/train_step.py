@@ -2,8 +2,8 @@
 
 `TrainStep` is what TorchRec's pipeline traces and runs: model, objective, and a single sum over ranks that
 carries the losses of all tasks, the counts for the log, and whether a rank was asked to stop. Nothing here
-waits for the device: the numbers travel to the host behind the step, as a `PendingResult`, which says there
-whether a loss was finite.
+waits for the device: the numbers follow the step to the host as a `PendingResult`, which checks there that
+the losses are finite.
 """
 
 import math
@@ -18,6 +18,7 @@ from recsys.data.batch import Batch
 from recsys.data.counts import Counts
 from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses, Model
+from recsys.training.recorded_step import LossOfVectors
 from recsys.training.signals import HANDLED
 
 
@@ -26,11 +27,12 @@ class StepResult:
     """Results of one step over the batches of all ranks; the same on all ranks.
 
     Attributes:
-        losses: by task, the mean over targets of all ranks.
-        loss: their weighted sum, which is minimised.
-        samples: rows, fillers left out. tokens: tokens of the sequences.
-        flop: FLOP that forward and backward pass need.
-        signals: by number of the signal, how often the ranks got it.
+        losses: mean loss over the targets of all ranks, by task.
+        loss: weighted sum of `losses`, which training minimizes.
+        samples: number of rows without filler rows.
+        tokens: number of tokens of the sequences.
+        flop: FLOP of forward and backward pass.
+        signals: how often the ranks received each signal, by number of the signal.
         counts: rows left out or cut.
     """
 
@@ -50,12 +52,12 @@ class PendingResult:
         losses: the tasks' names and weights.
         sums: float64 on the device: sums and counts of all tasks, the number of rows, and `numbers` if they
             had to be summed over ranks.
-        numbers: what follows `sums` if it is not in them.
+        numbers: the numbers that follow `sums`; empty if `sums` contains them.
         signals: the signals that are counted.
 
     Attributes:
-        position: the last of all ranks' batches in the plan.
-        history_lengths: int64 [B] on the host, of this rank's rows only.
+        position: position in the plan of the last batch of any rank.
+        history_lengths: history lengths of this rank's rows, int64 [B] on the host.
     """
 
     def __init__(
@@ -75,40 +77,45 @@ class PendingResult:
         """Returns the result as soon as the device has computed it.
 
         Raises:
-            NonFiniteLossError: the loss of some task is not finite, on all ranks alike. The step has moved
-                weights all the same, so they must not be used.
+            NonFiniteLossError: the loss of some task is not finite, on all ranks alike. The step has already
+                changed the weights, so they must not be used.
         """
         if self._copied is not None:
             self._copied.synchronize()
         values, tasks = self._sums.tolist() + self._numbers, len(self._names)
         sums, targets = values[:tasks], values[tasks : 2 * tasks]
-        samples, tokens, flop, *others = values[2 * tasks :]
+        samples, tokens, flop, *counters = values[2 * tasks :]
         means = {n: s / (c or 1.0) for n, s, c in zip(self._names, sums, targets, strict=True)}
         _require_finite(means)
-        first_signal = len(others) - len(self._signals)
+        first_signal = len(counters) - len(self._signals)
         return StepResult(
             losses=means,
             loss=sum(w * means[n] for n, w in zip(self._names, self._weights, strict=True)),
             samples=int(samples),
             tokens=int(tokens),
             flop=flop,
-            signals=dict(zip(self._signals, map(int, others[first_signal:]), strict=True)),
-            counts=Counts(*map(int, others[:first_signal])),
+            signals=dict(zip(self._signals, map(int, counters[first_signal:]), strict=True)),
+            counts=Counts(*map(int, counters[:first_signal])),
         )
 
 
 class TrainStep(nn.Module):
-    """Model and objective as one module: batch in, (loss to differentiate, PendingResult) out."""
+    """Model and objective as one module: batch in, (loss to differentiate, PendingResult) out.
+
+    TorchRec's pipeline traces this forward pass. Only the lookup of embeddings has modules that it looks
+    into; a model may compute whatever it likes with the vectors.
+    """
 
     def __init__(self, model: Model):
         super().__init__()
         self.model = model
+        self.loss_of_vectors = LossOfVectors(model)
         self.sum_over_ranks = SumOverRanks(model.flops)
 
     def forward(self, batch: Batch) -> tuple[Tensor, PendingResult]:
         """Runs the model on a batch of any size."""
-        outputs = self.model(batch)
-        losses = self.model.objective(outputs, batch)
+        looked_up = self.model.embed.look_up(batch)
+        losses = self.loss_of_vectors(looked_up, batch)
         return self.sum_over_ranks(losses, batch)
 
 
@@ -116,10 +123,10 @@ class SumOverRanks(nn.Module):
     """The only collective of a step. It is a separate module because the pipeline traces the code around it.
 
     Args:
-        count_flops: of a forward pass; `Model.flops`.
+        count_flops: counts the FLOP of a forward pass; `Model.flops`.
 
     Attributes:
-        received: by number, how often this process got a signal of `signals.HANDLED`.
+        received: how often this process received each signal of `signals.HANDLED`, by number.
     """
 
     def __init__(self, count_flops: Callable[[Batch], int]) -> None:
@@ -129,10 +136,11 @@ class SumOverRanks(nn.Module):
         self._weights = torch.empty(0)
 
     def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, PendingResult]:
-        """This rank's loss, scaled so that the mean of its gradients over ranks is the gradient of the total
-        loss.
+        """Returns this rank's loss and the pending result of the step.
+
+        The loss is scaled so that the mean of its gradients over ranks is the gradient of the total loss.
         """
-        # The backward pass has two products for each one of the forward pass: a gradient for either factor.
+        # For each product, the backward pass computes two: the gradient of either factor.
         flop = 3 * self.count_flops(batch)
         counts = batch.rows.counts if batch.rows else Counts()
         numbers = [float(n) for n in (batch.sequences.total_len, flop, *counts, *self.received.values())]
@@ -155,14 +163,14 @@ class SumOverRanks(nn.Module):
         return (losses.sums * scale.to(losses.sums.dtype)).sum(), result
 
     def _weights_on(self, device: torch.device, weights: tuple[float, ...]) -> Tensor:
-        """float64 [tasks], the same in every step."""
+        """Returns the weights as float64 [tasks] on the device, where they are kept for the next step."""
         if self._weights.device != device or len(self._weights) != len(weights):
             self._weights = _on_device(list(weights), device)
         return self._weights
 
 
 def _on_device(numbers: list[float], device: torch.device) -> Tensor:
-    """float64 numbers; their copy to a GPU waits for nothing."""
+    """Returns the numbers as float64 on a device. A copy to a GPU does not wait."""
     host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

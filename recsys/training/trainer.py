@@ -1,10 +1,10 @@
 """The training loop: next batch, step, maybe log, maybe evaluate, maybe save.
 
 The parts are elsewhere: `train_step` turns a batch into a loss, `optimizers` update weights, `session` builds
-and saves, hooks show what happens. All ranks run the same loop; what one of them alone
-learns (a signal, a loss that is not finite) travels in the one sum of each step. On a GPU the loop reads that
-sum one batch late, so that the host prepares a step while the device computes the one before; whatever shows
-or saves results reads all of them first.
+and saves, and hooks show what happens. All ranks run the same loop. What only one rank knows (a signal, a
+loss that is not finite) reaches the others in the single sum of each step. On a GPU the loop reads that sum
+one batch late, so that the host prepares a step while the device computes the one before. Before results are
+shown or saved, all of them are read.
 """
 
 import logging
@@ -37,7 +37,7 @@ NUM_PICTURES = 4
 """Show the attention of this many samples."""
 
 LATE_BATCHES = {"cuda": 1}
-"""By kind of device, how many batches may be under way before the loop reads a result; 0 if not named."""
+"""Number of batches that may be in flight before the loop reads a result, by kind of device; 0 by default."""
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ class Trainer:
     """Trains a session to its end, or until a signal asks to stop.
 
     Args:
-        session: what to train.
+        session: the run to train.
         hooks: observers; empty on every rank but 0.
 
     Raises:
-        ConfigError: `train.evaluation.best_metric` is none of the model's metrics.
+        ConfigError: `train.evaluation.best_metric` is not a metric of the model.
     """
 
     def __init__(self, session: Session, hooks: list[Hook]):
@@ -71,10 +71,10 @@ class Trainer:
         self._history_lengths: list[Tensor] = []
 
     def run(self) -> Outcome:
-        """Runs until the last step, the end of patience, or a signal; the state is saved then. Collective.
+        """Trains until the last step, the end of patience, or a signal, then saves the state. Collective.
 
         Raises:
-            NonFiniteLossError: on all ranks; the weights that this loss moved are not saved or evaluated.
+            NonFiniteLossError: on all ranks. The weights that it changed are neither saved nor evaluated.
         """
         stream = self._meter.watch(self._session.batches())
         received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main
@@ -92,7 +92,7 @@ class Trainer:
         """Trains one step: forward and backward on each of its batches, then the update of the weights.
 
         Returns:
-            The last batch's place in the data.
+            The position of the last batch in the data.
         """
         session, progress = self._session, self._session.progress
         if self._batches is None:
@@ -126,7 +126,7 @@ class Trainer:
         """Waits for the results of all batches but the last `late` ones and counts them.
 
         Raises:
-            NonFiniteLossError: naming the step.
+            NonFiniteLossError: a loss is not finite; names the step.
         """
         progress = self._session.progress
         while len(self._unread) > late:
@@ -141,13 +141,13 @@ class Trainer:
             self._notice(result.signals)
 
     def _notice(self, signals: dict[int, int]) -> None:
-        """Lets the loop end after this step if there was a signal."""
+        """Remembers a signal, so that the loop ends after this step."""
         self._signal = self._signal or next((number for number, times in signals.items() if times), 0)
 
     def _next_evaluation(self) -> int:
         session, step = self._session, self._session.progress.step
-        every = session.pipeline.train.evaluation.every_steps
-        following = (step // every + 1) * every if every else step + session.steps_to_epoch_end()
+        interval = session.pipeline.train.evaluation.every_steps
+        following = (step // interval + 1) * interval if interval else step + session.steps_to_epoch_end()
         return min(following, session.total_steps)
 
     def _maybe_log(self, position: Position) -> None:
@@ -203,7 +203,8 @@ class Trainer:
         return True
 
     def _is_last_evaluation(self) -> bool:
-        """True if this may be the last evaluation; if patience runs out, a better value extends the run."""
+        """Returns whether this may be the last evaluation: if patience is about to run out, a better value
+        extends the run."""
         progress, patience = self._session.progress, self._session.pipeline.train.evaluation.patience
         at_end = progress.step == self._session.total_steps
         return at_end or bool(patience and progress.evaluations_without_gain + 1 >= patience)
@@ -241,8 +242,8 @@ class Trainer:
 
     def _maybe_save(self, evaluated: bool) -> None:
         session, progress = self._session, self._session.progress
-        every = session.pipeline.train.checkpoint.every_steps
-        due = progress.step % every == 0 if every else evaluated
+        interval = session.pipeline.train.checkpoint.every_steps
+        due = progress.step % interval == 0 if interval else evaluated
         improved = progress.best is not None and progress.best.step == progress.step
         if not (due or improved or session.finish_reason() or self._signal):
             return
@@ -254,8 +255,10 @@ class Trainer:
             hook.saved(self._checkpoint)
 
     def _grad_norm(self) -> float:
-        """The gradient norm of the last step. It may be infinite though the loss was not; no state is saved
-        then.
+        """Returns the gradient norm of the last step.
+
+        Raises:
+            NonFiniteLossError: the norm is not finite, which can happen although the loss is finite.
         """
         norm = self._session.optimizer.last_grad_norm
         value = 0.0 if norm is None else float(norm)
@@ -265,7 +268,7 @@ class Trainer:
 
     def _outcome(self) -> Outcome:
         session = self._session
-        reason = f"signal {self._signal} asked for it" if self._signal else session.finish_reason()
+        reason = f"signal {self._signal} stopped the run" if self._signal else session.finish_reason()
         outcome = Outcome(
             step=session.progress.step,
             reason=reason,
@@ -279,8 +282,9 @@ class Trainer:
 
 
 def _pipeline(session: Session) -> TrainPipelineBase | TrainPipelineSparseDist:
-    """A pipeline that copies the next batch to the device during a step, and sends its ids to the ranks of
-    sharded tables.
+    """Returns a pipeline that prepares the next batch during a step.
+
+    It copies the batch to the device, and sends its ids to the ranks that hold the rows of sharded tables.
     """
     sharded = any(isinstance(module, ShardedModule) for module in session.wrapped.modules())
     kind = TrainPipelineSparseDist if sharded else TrainPipelineBase

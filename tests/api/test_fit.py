@@ -208,7 +208,7 @@ def test_an_interrupt_stops_after_the_step_and_keeps_what_was_learned(train):
 
     stopped, whole = recsys.build(config()), recsys.build(config())
     result = recsys.fit(stopped, train, steps=8, callbacks=[Interrupts()], progress=False)
-    assert (result.step, result.reason) == (3, f"signal {signal.SIGINT:d} asked for it")
+    assert (result.step, result.reason) == (3, f"signal {signal.SIGINT:d} stopped the run")
     recsys.fit(whole, train, steps=3, progress=False)
     assert same(stopped.module.state_dict(), whole.module.state_dict())
 

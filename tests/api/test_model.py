@@ -71,8 +71,8 @@ def test_recommendations_are_the_best_unseen_items(retriever, rows):
     answer = retriever.recommend(rows, k=4)
     assert answer.column_names == ["user_id", "item_id", "score"]
     assert answer["item_id"].to_pylist() == ids[order].tolist()
-    found = np.array(answer["score"].to_pylist())
-    np.testing.assert_allclose(found, np.take_along_axis(scores, order, 1), rtol=1e-5)
+    actual = np.array(answer["score"].to_pylist())
+    np.testing.assert_allclose(actual, np.take_along_axis(scores, order, 1), rtol=1e-5)
 
 
 def test_candidates_of_a_model_that_searches_items_are_scored_by_their_vectors(retriever, rows):

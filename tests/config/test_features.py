@@ -21,8 +21,8 @@ def test_columns_in_order_of_features_then_sides():
         " id { hash { num_buckets: 7 } multi_valued: true } }\n"
         'features { name: "city" sides: USER',
     )
-    found = [(c.name, c.table, c.width, c.multi_valued) for c in features.columns(pipeline_of(text))]
-    assert found == [
+    actual = [(c.name, c.table, c.width, c.multi_valued) for c in features.columns(pipeline_of(text))]
+    assert actual == [
         ("uih_item_id", "item_id", 32, False),
         ("candidate_item_id", "item_id", 32, False),
         ("uih_author", "author", 8, False),
@@ -45,8 +45,8 @@ def test_columns_of_one_side():
 def test_tables_have_a_row_for_each_id_bucket_and_the_unknown():
     pipeline = pipeline_of(RANKER)
     pipeline.features[0].id.vocabulary.size = 500
-    found = [(table.name, table.rows, table.width, table.columns) for table in features.tables(pipeline)]
-    assert found == [
+    actual = [(table.name, table.rows, table.width, table.columns) for table in features.tables(pipeline)]
+    assert actual == [
         # 500 ids and row 0.
         ("item_id", 501, 32, ("uih_item_id", "candidate_item_id")),
         ("author", 100, 8, ("uih_author", "candidate_author")),

@@ -21,9 +21,9 @@ def test_pick_gives_the_class_and_its_message(classes):
         pass
 
     registry.register(pb.L2NormPostprocessor)(L2NormPostprocessor)
-    found = registry.pick(pb.Postprocessor(l2_norm=pb.L2NormPostprocessor(eps=0.5)))
-    assert found.cls is L2NormPostprocessor
-    assert found.config == pb.L2NormPostprocessor(eps=0.5)
+    actual = registry.pick(pb.Postprocessor(l2_norm=pb.L2NormPostprocessor(eps=0.5)))
+    assert actual.cls is L2NormPostprocessor
+    assert actual.config == pb.L2NormPostprocessor(eps=0.5)
 
 
 def test_nothing_chosen_names_the_choices():
@@ -75,9 +75,9 @@ def test_one_class_a_message(classes):
 )
 def test_every_choice_of_a_config_has_a_class(choice, package):
     importlib.import_module(package)
-    found = registry.registered(choice)
+    actual = registry.registered(choice)
     (oneof,) = choice.DESCRIPTOR.oneofs
-    assert list(found) == [field.name for field in oneof.fields]
-    for name, component in found.items():
+    assert list(actual) == [field.name for field in oneof.fields]
+    for name, component in actual.items():
         assert component.cls.__name__ == component.config.DESCRIPTOR.name, name
         assert component.cls.__module__.startswith(package), name

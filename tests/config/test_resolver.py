@@ -205,8 +205,8 @@ class TestVocabularies:
         assert ready.origins["features[0].id.vocabulary.size"] == "vocabulary/movies.parquet"
 
     def test_another_size_is_a_finding(self, write, vocabulary):
-        (found,) = findings(config.prepare, write(RETRIEVER))
-        assert found.startswith(
+        (finding,) = findings(config.prepare, write(RETRIEVER))
+        assert finding.startswith(
             "x.config:8: features[0].id.vocabulary.size: 10 is given, vocabulary/movies.parquet has 3"
         )
 
@@ -221,8 +221,8 @@ class TestVocabularies:
     )
     def test_other_files_are_findings(self, write, vocabulary, columns, message):
         vocabulary(**columns)
-        (found,) = findings(config.prepare, write(RETRIEVER.replace("size: 10", "")))
-        assert message in found
+        (finding,) = findings(config.prepare, write(RETRIEVER.replace("size: 10", "")))
+        assert message in finding
 
     @pytest.mark.parametrize(
         "ids",
@@ -241,26 +241,26 @@ class TestVocabularies:
 
     def test_a_missing_or_broken_file_is_a_finding_beside_others(self, write, vocabulary, tmp_path):
         (tmp_path / "vocabulary" / "movies.parquet").write_bytes(b"PAR1 no parquet")
-        found = findings(config.prepare, write(RETRIEVER), ["train.seed=-1"])
-        assert len(found) == 2
-        assert "cannot be read as parquet" in found[1]
+        finding = findings(config.prepare, write(RETRIEVER), ["train.seed=-1"])
+        assert len(finding) == 2
+        assert "cannot be read as parquet" in finding[1]
         (tmp_path / "vocabulary" / "movies.parquet").unlink()
-        (found,) = findings(config.prepare, write(RETRIEVER))
-        assert "x.config:8: features[0].id.vocabulary.file: no file vocabulary/movies.parquet" in found
+        (finding,) = findings(config.prepare, write(RETRIEVER))
+        assert "x.config:8: features[0].id.vocabulary.file: no file vocabulary/movies.parquet" in finding
 
     def test_data_that_is_not_prepared_is_one_finding(self, write, vocabulary, tmp_path):
         second = 'features { name: "brand" sides: HISTORY id { vocabulary {} } }\n'
         text = RETRIEVER.replace("size: 10", "") + second
-        (found,) = findings(config.prepare, write(text.replace('"vocabulary/"', '"nowhere"')))
-        assert found == (
+        (finding,) = findings(config.prepare, write(text.replace('"vocabulary/"', '"nowhere"')))
+        assert finding == (
             "x.config:5: data.vocabulary_dir: none of 2 vocabularies is in nowhere; "
             f"prepare the data first, with python -m recsys.prepare. Relative paths count from {tmp_path}"
         )
-        (found,) = findings(config.prepare, write(text.replace('"vocabulary/"', f'"{tmp_path}/nowhere"')))
-        assert found.endswith("prepare the data first, with python -m recsys.prepare")
-        (found,) = findings(config.prepare, write(text))
-        assert "features[1].id.vocabulary.file: no file vocabulary/brand.parquet" in found
-        assert found.endswith(f"Relative paths count from {tmp_path}")
+        (finding,) = findings(config.prepare, write(text.replace('"vocabulary/"', f'"{tmp_path}/nowhere"')))
+        assert finding.endswith("prepare the data first, with python -m recsys.prepare")
+        (finding,) = findings(config.prepare, write(text))
+        assert "features[1].id.vocabulary.file: no file vocabulary/brand.parquet" in finding
+        assert finding.endswith(f"Relative paths count from {tmp_path}")
 
 
 def at(message, path):

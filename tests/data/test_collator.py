@@ -81,10 +81,10 @@ def test_an_embedding_collection_reads_the_ids(retriever):
     ]
     collection = EmbeddingCollection(tables=tables)
     batch = next(Loader.open(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
-    found = collection(batch.ids)
+    actual = collection(batch.ids)
     weights = collection.embeddings["item"].weight
-    assert torch.equal(found["uih_item_id"].values(), weights[batch.ids["uih_item_id"].values()])
-    assert torch.equal(found[features.NEGATIVES].values(), weights[1:])
+    assert torch.equal(actual["uih_item_id"].values(), weights[batch.ids["uih_item_id"].values()])
+    assert torch.equal(actual[features.NEGATIVES].values(), weights[1:])
 
 
 def test_a_batch_moves_as_a_whole(retriever):

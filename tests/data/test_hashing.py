@@ -106,8 +106,8 @@ def test_no_rows_and_empty_rows_draw_nothing():
 def test_a_long_text_is_copied_once(monkeypatch):
     text, copies, concatenate = "ab" * 20_001, [], np.concatenate
     monkeypatch.setattr(np, "concatenate", lambda arrays: copies.append(len(arrays)) or concatenate(arrays))
-    (found,) = hash_text(pa.array([text]))
+    (only,) = hash_text(pa.array([text]))
     assert len(copies) == 1
     content = text.encode()
     words = [int.from_bytes(content[place : place + 8], "little") for place in range(0, len(content), 8)]
-    assert found == combine(len(content), *np.array(words, np.uint64).view(np.int64))[0]
+    assert only == combine(len(content), *np.array(words, np.uint64).view(np.int64))[0]

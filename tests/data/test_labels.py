@@ -46,11 +46,11 @@ def load(sample, source="train", mode="evaluate"):
 
 def labels_of(batches, task: str) -> list[float]:
     """In the order of the file's rows."""
-    found = {}
+    results = {}
     for batch in batches:
         parts = batch.labels[task].split(batch.num_candidates.tolist())
-        found |= dict(zip(batch.rows.row.tolist(), parts, strict=True))
-    return [label for row in sorted(found) for label in found[row].tolist()]
+        results |= dict(zip(batch.rows.row.tolist(), parts, strict=True))
+    return [label for row in sorted(results) for label in results[row].tolist()]
 
 
 def test_from_a_parquet_file_to_the_batch(tasks):
@@ -83,16 +83,16 @@ def test_from_a_csv_file(tasks):
     cells = [["|".join(map(str, x)) if isinstance(x, list) else str(x) for x in row.values()] for row in rows]
     path = tasks.folder / "rows.csv"
     path.write_text("\n".join(",".join(row) for row in [list(rows[0]), *cells]) + "\n")
-    found = load(tasks, pb.Source(csv=pb.CsvSource(paths=[str(path)])))
+    actual = load(tasks, pb.Source(csv=pb.CsvSource(paths=[str(path)])))
     expected = [float(any(mask >> bit & 1 for bit in (62, 1))) for row in rows for mask in row[MASKS]]
-    assert labels_of(found, "rare") == expected
+    assert labels_of(actual, "rare") == expected
 
 
 def test_synthetic_rows_set_every_bit(tasks):
     batches = load(tasks, pb.Source(synthetic=pb.SyntheticSource(num_rows=300, max_history_len=3)))
     for name, bits in BITS.items():
-        found = labels_of(batches, name)
-        assert sum(found) / len(found) == pytest.approx(1 - 0.5 ** len(bits), abs=0.08)
+        actual = labels_of(batches, name)
+        assert sum(actual) / len(actual) == pytest.approx(1 - 0.5 ** len(bits), abs=0.08)
 
 
 def test_prediction_does_not_look_at_masks(tasks):

@@ -24,13 +24,13 @@ def loader(sample, **settings) -> Loader:
 
 def real_rows(batches) -> list[tuple[int, int]]:
     """(file, row) of the rows with weight."""
-    found = []
+    results = []
     for batch in batches:
         pairs = zip(
             batch.rows.file.tolist(), batch.rows.row.tolist(), batch.sample_weight.tolist(), strict=True
         )
-        found += [(file, row) for file, row, weight in pairs if weight]
-    return found
+        results += [(file, row) for file, row, weight in pairs if weight]
+    return results
 
 
 def same(a, b) -> bool:
@@ -145,7 +145,7 @@ def test_a_batch(sample):
 def test_a_rank_without_a_last_batch_gets_a_filler(sample):
     sample.write(sample.rows(9))
     batches = [list(loader(sample, rank=rank, world_size=2).epoch(0)) for rank in (0, 1)]
-    assert loader(sample).num_batches(0) == 3 and [len(one) for one in batches] == [2, 2]
+    assert loader(sample).num_batches(0) == 3 and [len(item) for item in batches] == [2, 2]
     last = batches[1][1]
     assert last.sample_weight.tolist() == [0.0] * 4 and last.rows.row.tolist() == [-1] * 4
     assert last.layout.lengths.tolist() == [2] * 4 and last.layout.total_targets == 0
@@ -281,7 +281,7 @@ def test_a_file_that_changed_under_way(sample):
 
 def readers() -> list[int]:
     """Reader processes of this one: forked from its server."""
-    found = []
+    results = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -290,10 +290,10 @@ def readers() -> list[int]:
                     if b"forkserver" in cmdline.read() and parent != os.getpid():
                         with open(f"/proc/{parent}/stat") as above:
                             if int(above.read().rsplit(")", 1)[1].split()[1]) == os.getpid():
-                                found.append(int(name))
+                                results.append(int(name))
             except (FileNotFoundError, ProcessLookupError):
                 continue
-    return found
+    return results
 
 
 needs_proc = pytest.mark.skipif(

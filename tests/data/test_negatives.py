@@ -69,22 +69,22 @@ def write(sample, items=None) -> None:
 
 def expected(sample, rows):
     """Computes the columns of rows of the item table from the file, by hand."""
-    by_id = {one["item_id"]: one for one in sample.items}
+    by_id = {entry["item_id"]: entry for entry in sample.items}
     known = [by_id[sample.vocabulary[row - 1]] for row in rows]
     labels = mappings(sample.pipeline)["labels"]
     return {
         "catalogue_labels": labels.map(
-            pa.array([x for one in known for x in one["labels"]], pa.int64())
+            pa.array([x for entry in known for x in entry["labels"]], pa.int64())
         ).tolist(),
-        "labels counts": [len(one["labels"]) for one in known],
+        "labels counts": [len(entry["labels"]) for entry in known],
         # 7 is the second id of the vocabulary, 8 is not in it.
-        "catalogue_shop": [2 if one["shop"] == 7 else 0 for one in known],
-        "catalogue_price": [((2 if one["price"] is None else one["price"]) - 2) / 4 for one in known],
-        "catalogue_year": [sum(one["year"] >= limit for limit in (1990, 2000)) for one in known],
+        "catalogue_shop": [2 if entry["shop"] == 7 else 0 for entry in known],
+        "catalogue_price": [((2 if entry["price"] is None else entry["price"]) - 2) / 4 for entry in known],
+        "catalogue_year": [sum(entry["year"] >= limit for limit in (1990, 2000)) for entry in known],
     }
 
 
-def found(batch):
+def negatives_of(batch):
     return {
         **{name: batch.ids[name].values().tolist() for name in ("catalogue_labels", "catalogue_shop")},
         "catalogue_year": batch.ids["catalogue_year"].values().tolist(),
@@ -100,7 +100,7 @@ def test_a_training_batch_has_drawn_items_then_its_own_and_what_is_known_of_both
         assert own == sorted(set(events.tolist()) - {0})
         drawn = batch.ids[features.NEGATIVES].values().tolist()
         assert len(drawn) == 4
-        assert expected(retriever, drawn + own) == found(batch)
+        assert expected(retriever, drawn + own) == negatives_of(batch)
         rows = len(batch.request_time)
         for name in (features.NEGATIVES, features.BATCH_ITEMS, "catalogue_labels"):
             assert batch.ids[name].lengths().tolist()[1:] == [0] * (rows - 1)
@@ -110,7 +110,7 @@ def test_evaluation_has_the_whole_catalogue_and_no_weights(retriever):
     batch = next(Loader.open(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
     assert batch.ids[features.NEGATIVES].values().tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.ids[features.BATCH_ITEMS].values().tolist() == []
-    assert expected(retriever, range(1, 7)) == found(batch)
+    assert expected(retriever, range(1, 7)) == negatives_of(batch)
     assert features.LOG_WEIGHTS not in batch.numbers
 
 
@@ -211,7 +211,9 @@ def test_batches_of_all_kinds_of_negatives_fit_the_loss(retriever, negatives):
     for batch in Loader.open(retriever.pipeline, "train", RULE, mode="train").epoch(0):
         num_events = len(batch.uih_timestamps)
         shared = [batch.ids[name].values() for name in features.shared_columns(retriever.pipeline)]
-        vectors = [torch.randn(n, 4) for n in (num_events, len(shared[0]), *(len(one) for one in shared[1:]))]
+        vectors = [
+            torch.randn(n, 4) for n in (num_events, len(shared[0]), *(len(item) for item in shared[1:]))
+        ]
         outputs = RetrieverOutputs(*vectors, *([torch.empty(0, 4)] if len(vectors) == 2 else []))
         objective = NextItemLoss(loss, "uih_item_id", num_items=6, l2_normalize=True, weight_column="")
         losses = objective(outputs, batch)
@@ -231,7 +233,10 @@ def test_batches_of_all_kinds_of_negatives_fit_the_loss(retriever, negatives):
             lambda items: items[1:],
             "items.parquet: 1 of the 6 items of .*item.parquet are missing, the first is 99",
         ),
-        (lambda items: [*items, items[4]], "items.parquet: 1 of the 6 items of .* are twice, the first is 7"),
+        (
+            lambda items: [*items, items[4]],
+            "items.parquet: 1 of the 6 items of .* occur twice, the first is 7",
+        ),
         (
             lambda items: [items[0], {**items[0], "item_id": None}, *items],
             "items.parquet, row 1: item_id is null, 1 in all; each row is an item. The preparation tools",

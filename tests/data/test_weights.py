@@ -143,9 +143,9 @@ def test_events_of_a_retriever_have_weights(tmp_path):
     text_format.Merge(data, pipeline.data)
     rule = LayoutRule(num_contextual=0, targets=False)
     (batch,) = Loader.open(pipeline, "train", rule, mode="train").epoch(0)
-    found = dict(
+    actual = dict(
         zip(
             batch.rows.row.tolist(), batch.weights["uih_value"].split(batch.uih_lengths.tolist()), strict=True
         )
     )
-    assert {row: values.tolist() for row, values in found.items() if row >= 0} == {0: [2.0, 0.25], 1: [3.0]}
+    assert {row: values.tolist() for row, values in actual.items() if row >= 0} == {0: [2.0, 0.25], 1: [3.0]}

@@ -33,16 +33,16 @@ def candidates(items, labels):
 def test_predictions_are_smoothed_means_by_hand():
     train = candidates([1, 1, 2, 1, 2, 3], [1, 1, 0, 0, 0, 1])
     # Items 9 and 0 have no training rows, so they have the mean of all, 1/2.
-    found = predictions(train, np.array([1, 2, 3, 9, 0]), "click", 10)
-    assert found == pytest.approx([(2 + 5) / 13, 5 / 12, 6 / 11, 0.5, 0.5])
+    actual = predictions(train, np.array([1, 2, 3, 9, 0]), "click", 10)
+    assert actual == pytest.approx([(2 + 5) / 13, 5 / 12, 6 / 11, 0.5, 0.5])
 
 
 def test_candidates_that_a_task_does_not_count_are_left_out():
     train = candidates([1, 1, 2, 1, 2, 3], [1, 1, 0, 0, 0, 1])
     train.weights["click"][[1, 2, 5]] = 0
     # Item 1 has the labels 1 and 0, item 2 has 0, item 3 none; the mean of all is 1/3.
-    found = predictions(train, np.array([1, 2, 3]), "click", 10)
-    assert found == pytest.approx([(1 + 10 / 3) / 12, (10 / 3) / 11, 1 / 3])
+    actual = predictions(train, np.array([1, 2, 3]), "click", 10)
+    assert actual == pytest.approx([(1 + 10 / 3) / 12, (10 / 3) / 11, 1 / 3])
 
 
 @pytest.mark.parametrize("kind", ["binary", "regression"])
@@ -52,9 +52,9 @@ def test_the_smoothing_is_the_best_on_validation_rows(kind):
     train, tuning = candidates(items[0], labels[0]), candidates(items[1], labels[1])
     values = []
     for k in SMOOTHING:
-        found = predictions(train, tuning.items, "click", k)
-        loss = np.mean((found - labels[1]) ** 2)
-        values.append(pairs_auc(found.astype(np.float32), labels[1]) if kind == "binary" else -loss)
+        actual = predictions(train, tuning.items, "click", k)
+        loss = np.mean((actual - labels[1]) ** 2)
+        values.append(pairs_auc(actual.astype(np.float32), labels[1]) if kind == "binary" else -loss)
     assert choose(train, tuning, "click", kind) == SMOOTHING[int(np.argmax(values))]
 
 

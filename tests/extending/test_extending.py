@@ -230,7 +230,7 @@ MISTAKES = {
         *ACME,
         *settings(f"{MIXER}={{[acme.gruu] {{}}}}"),
     ],
-    f"{MIXER}.[acme.huber]: extends Loss, and cannot stand in Mixer": [
+    f"{MIXER}.[acme.huber]: extends Loss, so it cannot be used in Mixer": [
         *ACME,
         *settings(f"{MIXER}.[acme.huber].delta=2"),
     ],
@@ -397,7 +397,7 @@ def test_another_process_imports_what_a_config_needs(project):
     assert hint.startswith("note.config: it was made with --import note")
     assert text == "seen"
     assert clash.startswith("--import clash: cannot be imported: TypeError: ")
-    assert "duplicate extension entry. Its .proto uses a name or number that another one has" in clash
+    assert "duplicate extension entry. Its .proto uses a name or number that is already taken" in clash
 
 
 @pytest.mark.slow

@@ -89,22 +89,22 @@ def _be_child(scenario: Scenario, root: Path, output: Path) -> None:
 
 def faults(outcome: Outcome, how: str, left: set[Path]) -> list[str]:
     """What is wrong with the end of a case, which left some new files; empty if it is as it should be."""
-    found = []
+    results = []
     if outcome.seconds > MOST_SECONDS:
         return [f"took more than {MOST_SECONDS} s"]
     if outcome.code not in CODES:
-        found.append(f"code {outcome.code}")
-    found += [f"printed {text!r}" for text in UNWANTED if text in outcome.output]
+        results.append(f"code {outcome.code}")
+    results += [f"printed {text!r}" for text in UNWANTED if text in outcome.output]
     said = message(outcome.output)
     if outcome.code in CODES - {0}:
         if not said:
-            found.append("said nothing")
+            results.append("said nothing")
         elif len(said) > 3000:
-            found.append(f"said {len(said):,} characters")
+            results.append(f"said {len(said):,} characters")
     # Nobody can remove what lies in a folder without permissions.
     if "forbidden_folder" not in how:
-        found += [f"left {x}" for x in left if x.name.startswith(".") and x.suffix in (".partial", ".old")]
-    return found
+        results += [f"left {x}" for x in left if x.name.startswith(".") and x.suffix in (".partial", ".old")]
+    return results
 
 
 def _walk(root: Path) -> set[Path]:
@@ -180,7 +180,7 @@ def main() -> int:
     _warm_up(flags, place)
     messages: dict[str, list[str]] = defaultdict(list)
     codes: Counter[tuple[str, int]] = Counter()
-    found = count = 0
+    actual = count = 0
     started = time.monotonic()
     for seed in range(flags.seed, flags.seed + flags.cases):
         if time.monotonic() > started + flags.seconds:
@@ -190,7 +190,7 @@ def main() -> int:
         codes[name, outcome.code] += 1
         where = f"seed {seed} ({name}): {damaged.path} {damaged.how}"
         if wrong or flags.show:
-            found += bool(wrong)
+            actual += bool(wrong)
             print(f"FINDING {where}: {'; '.join(wrong)}\n{outcome.output[-2500:]}", flush=True)
         if outcome.code:
             messages[alike(message(outcome.output))].append(where)
@@ -200,9 +200,9 @@ def main() -> int:
     print(f"\n{len(messages)} different messages:")
     for text, cases in sorted(messages.items()):
         print(f"--- {len(cases)} x, e.g. {cases[0][:300]}\n{text}")
-    print(f"\n{count} cases from seed {flags.seed}, {time.monotonic() - started:.0f} s, {found} findings")
+    print(f"\n{count} cases from seed {flags.seed}, {time.monotonic() - started:.0f} s, {actual} findings")
     print(", ".join(f"{name}: {code} x {number}" for (name, code), number in sorted(codes.items())))
-    return min(found, 1)
+    return min(actual, 1)
 
 
 def _warm_up(flags: argparse.Namespace, place: Path) -> None:

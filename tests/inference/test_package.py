@@ -81,7 +81,7 @@ def test_every_item_has_a_vector(tmp_path):
     pipeline = config.prepare("configs/movielens_small_two_tower.config").pipeline
     _require_vector_each(tmp_path, torch.zeros(9125, 50), pipeline)
     for shape in ((9124, 50), (9125, 49)):
-        with pytest.raises(PackageError, match="{} vectors of {} numbers, expected are 9125".format(*shape)):
+        with pytest.raises(PackageError, match="{} vectors of {} numbers; expected 9125".format(*shape)):
             _require_vector_each(tmp_path, torch.zeros(shape), pipeline)
 
 

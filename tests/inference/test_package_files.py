@@ -127,13 +127,13 @@ def keys(folder: Path, name: str) -> tuple[Path, Path]:
 def test_only_the_owner_of_the_key_makes_packages(package, tmp_path):
     pytest.importorskip("cryptography")
     private, public = keys(tmp_path, "ours")
-    other, other_public = keys(tmp_path, "theirs")
+    their_key, their_public = keys(tmp_path, "theirs")
     refused(package, "it is not signed; recsys.export --sign-key signs", verify_key=public)
     sign(package, private)
     check_files(package, public)
     check_files(package)
     refused(
-        package, "its signature is not by the key of .*theirs.pub: do not use it", verify_key=other_public
+        package, "its signature is not by the key of .*theirs.pub: do not use it", verify_key=their_public
     )
     # Whoever changes a file can make its manifest agree, but not the signature.
     (package / "package.json").write_text('{"changed": 1}')
@@ -141,7 +141,7 @@ def test_only_the_owner_of_the_key_makes_packages(package, tmp_path):
     files.write_manifest(package)
     check_files(package)
     refused(package, "its signature is not by the key", verify_key=public)
-    sign(package, other)
+    sign(package, their_key)
     refused(package, "its signature is not by the key", verify_key=public)
     refused(package, "ours.pem: not a public key in PEM", verify_key=private)
     with pytest.raises(PackageError, match="ours.pub: not a private key in PEM without a password"):

@@ -83,13 +83,13 @@ def expected(query: np.ndarray, vectors: np.ndarray, seen: list[int]) -> list[in
 def test_recommendations_are_the_best_of_all_ids(retriever):
     # Known and unknown ids, more events than the model reads (6), and a user without a history.
     histories = [[3, 905], [], [29, 7, 7, 123456], [4, 11, 90, 555, 640, 19, 2, 31, 500, 77]]
-    found = Predictor(retriever.package).table(table(*histories)).to_pylist()
+    actual = Predictor(retriever.package).table(table(*histories)).to_pylist()
     queries = torch.cat(retriever.queries).double().numpy()
-    for row, history, query in zip(found, histories, queries, strict=True):
+    for row, history, query in zip(actual, histories, queries, strict=True):
         assert row["item_id"] == expected(query, retriever.vectors, history)
         assert row["score"] == sorted(row["score"], reverse=True)
     # Nothing is known of this user: all scores are 0, and the most frequent items come first.
-    assert found[1]["item_id"] == IDS[:TOP]
+    assert actual[1]["item_id"] == IDS[:TOP]
 
 
 def test_a_table_that_does_not_fit_is_told_by_its_columns(retriever):
@@ -112,9 +112,9 @@ def test_an_index_that_looks_everywhere_recommends_the_same(retriever):
     pipeline.predict.index.faiss.factory = "Flat"
     pipeline.predict.index.faiss.recall_rows = 2
     exact, indexed = Predictor(retriever.package), Predictor(retriever.package, pipeline)
-    expected, found = exact.table(histories), indexed.table(histories)
-    assert found["item_id"].to_pylist() == expected["item_id"].to_pylist()
-    for ours, theirs in zip(found["score"].to_pylist(), expected["score"].to_pylist(), strict=True):
+    expected, actual = exact.table(histories), indexed.table(histories)
+    assert actual["item_id"].to_pylist() == expected["item_id"].to_pylist()
+    for ours, theirs in zip(actual["score"].to_pylist(), expected["score"].to_pylist(), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-6)
     assert exact.recall() is None
     # The user without a history is none of the rows that the index serves.
@@ -124,7 +124,7 @@ def test_an_index_that_looks_everywhere_recommends_the_same(retriever):
 def test_the_order_of_rows_in_a_table_changes_no_score(retriever):
     scores = Predictor(retriever.package).table(table([3, 44])).to_pylist()[0]
     by_id = dict(zip(IDS, retriever.vectors @ retriever.queries[0][0].double().numpy(), strict=True))
-    assert scores["score"] == pytest.approx([by_id[one] for one in scores["item_id"]], abs=1e-5)
+    assert scores["score"] == pytest.approx([by_id[item] for item in scores["item_id"]], abs=1e-5)
 
 
 @pytest.fixture
@@ -156,13 +156,13 @@ def test_the_later_row_of_a_key_can_be_left_without_a_prediction(repeated, tmp_p
     repeated.package.pipeline.data.bad_rows.policy = pb.BadRows.SKIP
     made = predict(Predictor(repeated.package), repeated.source(), tmp_path / "out")
     assert (made.rows, made.left_out) == (5, 1)
-    found = [
+    actual = [
         row
         for part in sorted((tmp_path / "out").glob("*.parquet"))
         for row in pq.read_table(part).to_pylist()
     ]
-    assert [row["user_id"] for row in found] == [0, 1, 2, 5, 1]
-    assert [row["item_id"] is None for row in found] == [False, False, False, False, True]
+    assert [row["user_id"] for row in actual] == [0, 1, 2, 5, 1]
+    assert [row["item_id"] is None for row in actual] == [False, False, False, False, True]
 
 
 def test_a_key_at_two_times_has_two_predictions_and_a_warning(repeated, tmp_path, caplog):

@@ -45,8 +45,8 @@ def test_a_row_in_pieces_has_the_scores_of_the_whole_row(group, monkeypatch):
     row["candidate_timestamps"] = [row["request_time"]] * 40
     long = pa.Table.from_pylist([row], table.schema)
     monkeypatch.setitem(predictor.LONGEST_ROW, "cpu", 16)
-    found = Predictor(package).table(long).column("is_click").to_pylist()[0]
-    assert sizes == [[16, 16, 8] if group == 1 else [18, 18, 4]] and len(set(found)) > 5
+    actual = Predictor(package).table(long).column("is_click").to_pylist()[0]
+    assert sizes == [[16, 16, 8] if group == 1 else [18, 18, 4]] and len(set(actual)) > 5
     monkeypatch.setitem(predictor.LONGEST_ROW, "cpu", 1000)
     whole = Predictor(package).table(long).column("is_click").to_pylist()[0]
-    np.testing.assert_allclose(found, whole, atol=1e-6)
+    np.testing.assert_allclose(actual, whole, atol=1e-6)

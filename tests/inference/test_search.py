@@ -52,11 +52,11 @@ def test_a_search_that_looks_everywhere_is_exact(data, index):
     items, queries, removed = data
     chosen = settings(factory=index, search="nprobe=8" if "IVF" in index else "") if index else pb.Predict()
     search = open_search(chosen, items, CPU)
-    found = search.best(queries, 10, **flat(removed))
+    actual = search.best(queries, 10, **flat(removed))
     expected = truth(queries.numpy(), items.numpy(), 10, removed)
-    assert found.items.tolist() == expected
+    assert actual.items.tolist() == expected
     scores = [[float(items[i] @ q) for i in row] for q, row in zip(queries, expected, strict=True)]
-    assert found.scores.tolist() == pytest.approx(np.array(scores), rel=1e-5)
+    assert actual.scores.tolist() == pytest.approx(np.array(scores), rel=1e-5)
     recall = search.recall()
     assert recall is None if index is None else (recall.recall, recall.rows, recall.k) == (1.0, 24, 10)
 
@@ -69,9 +69,9 @@ def test_what_an_index_finds_is_counted_and_allowed(data, factory, search):
     hits = 0
     for start in (0, 9, 18):
         part = slice(start, start + 9)
-        found = opened.best(queries[part], 3, **flat(removed[part]))
+        actual = opened.best(queries[part], 3, **flat(removed[part]))
         for i, (row, scores) in enumerate(
-            zip(found.items.tolist(), found.scores.tolist(), strict=True), start
+            zip(actual.items.tolist(), actual.scores.tolist(), strict=True), start
         ):
             assert len(set(row)) == 3 and not set(row) & set(removed[i]) and -1 not in row
             assert scores == sorted(scores, reverse=True)
@@ -87,13 +87,13 @@ def test_rows_that_the_index_cannot_serve_are_searched_exactly(data):
     queries[4] = 0
     removed[6] = [i for i in range(NUM_ITEMS) if i % 100]  # 4 items are left
     search = open_search(settings(factory="IVF64,Flat"), items, CPU)
-    found = search.best(queries, 30, **flat(removed))
+    actual = search.best(queries, 30, **flat(removed))
     expected = truth(queries.numpy(), items.numpy(), 30, removed)
-    assert found.items[4].tolist() == expected[4] == [i for i in range(60) if i not in removed[4]][:30]
-    assert found.items[6].tolist() == expected[6] + [-1] * 26
-    assert found.scores[6].tolist()[4:] == [-float("inf")] * 26
+    assert actual.items[4].tolist() == expected[4] == [i for i in range(60) if i not in removed[4]][:30]
+    assert actual.items[6].tolist() == expected[6] + [-1] * 26
+    assert actual.scores[6].tolist()[4:] == [-float("inf")] * 26
     # One of 64 lists has some 6 items, so none has 30: every row is exact.
-    assert found.items.tolist()[7:] == expected[7:]
+    assert actual.items.tolist()[7:] == expected[7:]
     assert search.recall().recall is None
 
 
@@ -101,8 +101,8 @@ def test_no_rows_and_more_items_wanted_than_there_are(data):
     items, queries, _ = data
     search = open_search(settings(factory="Flat"), items[:5], CPU)
     assert search.best(queries[:0], 3, **flat([])).items.shape == (0, 3)
-    found = search.best(queries[:1], 7, **flat([[2]]))
-    assert found.items.tolist() == [truth(queries[:1].numpy(), items[:5].numpy(), 7, [[2]])[0] + [-1] * 3]
+    actual = search.best(queries[:1], 7, **flat([[2]]))
+    assert actual.items.tolist() == [truth(queries[:1].numpy(), items[:5].numpy(), 7, [[2]])[0] + [-1] * 3]
 
 
 @pytest.mark.parametrize(

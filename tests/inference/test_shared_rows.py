@@ -117,11 +117,11 @@ def test_scores_are_those_of_whole_rows(group, users, most, monkeypatch):
     )
     table = rows_with_much_in_common()
     package = Watched(pipeline, cached=True)
-    found = Predictor(package).table(table)
+    actual = Predictor(package).table(table)
     expected = Predictor(Watched(pipeline, cached=False)).table(table)
-    assert found.schema == expected.schema
+    assert actual.schema == expected.schema
     for name in expected.column_names:
-        one, two = found[name].combine_chunks(), expected[name].combine_chunks()
+        one, two = actual[name].combine_chunks(), expected[name].combine_chunks()
         if name not in package.description.outputs:
             assert one.equals(two)
             continue
@@ -145,8 +145,8 @@ def test_bad_rows_have_no_scores():
     rows = TABLE.slice(0, 3).to_pylist()
     rows[1]["uih_item_id"] = [*rows[1]["uih_item_id"], 7]
     pipeline = pipeline_of("data.bad_rows={policy: SKIP}")
-    found = Predictor(Watched(pipeline, cached=True)).table(pa.Table.from_pylist(rows, TABLE.schema))
-    assert [scores is None for scores in found["is_click"].to_pylist()] == [False, True, False]
+    actual = Predictor(Watched(pipeline, cached=True)).table(pa.Table.from_pylist(rows, TABLE.schema))
+    assert [scores is None for scores in actual["is_click"].to_pylist()] == [False, True, False]
     none = Predictor(Watched(pipeline, cached=True)).table(TABLE.slice(0, 0))
     assert len(none) == 0
 
@@ -210,10 +210,10 @@ def test_batches_with_few_candidates_take_one_pass(monkeypatch):
     """The programs with a cache run for the batch with a longer row only; scores are those of one pass."""
     monkeypatch.setattr(scorer, "ONE_PASS", 11)
     table, package = rows_with_much_in_common(), Watched(pipeline_of("predict.batch_size=3"), cached=True)
-    found = Predictor(package).table(table)
+    actual = Predictor(package).table(table)
     expected = Predictor(Watched(pipeline_of(), cached=False)).table(table)
     for name in package.description.outputs:
-        one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (found, expected))
+        one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (actual, expected))
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
     # Rows of 30, 4, 11 candidates; 11, 3, 3; 6, 30, by three: the first and the last batch have a long row.
     assert [len(counts) for counts in package.ran] == [3] and max(package.ran[0]) <= 11
@@ -227,11 +227,11 @@ def test_on_a_gpu_rows_run_whole_and_share_histories(monkeypatch):
     package.description.device, batches, run = "cuda", [], package.run
     package.run = lambda batch: batches.append(batch) or run(batch)
     table = rows_with_much_in_common()
-    found = Predictor(package).table(table)
+    actual = Predictor(package).table(table)
     package.description.device = "cpu"
     expected = Predictor(package).table(table)
     for name in package.description.outputs:
-        one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (found, expected))
+        one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (actual, expected))
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
     # 8 users, the first and the last of them with 30 candidates: in 3 pieces.
     assert sum(len(batch.uih_lengths) for batch in batches) == 12

@@ -73,7 +73,7 @@ def with_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamespace:
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
-    return tuple(one.detach() for one in (output if isinstance(output, list | tuple) else (output,)))
+    return tuple(item.detach() for item in (output if isinstance(output, list | tuple) else (output,)))
 
 
 def captured_package(model: Model, batches: list[Batch]) -> SimpleNamespace:
@@ -103,20 +103,20 @@ def assert_predicted(model: Model, batches: list[Batch], rows: pa.Table, answers
     """Answers to the rows of the test split are what the model says of its batches."""
     ranker = model.pipeline.model.HasField("ranker")
     with torch.no_grad():
-        found = {
+        actual = {
             row: output
             for batch in batches
             for row, output in zip(batch.rows.row.tolist(), per_row(model, batch), strict=True)
         }
-    assert len(rows) == len(answers) == len(found) > 0
+    assert len(rows) == len(answers) == len(actual) > 0
     items = None if ranker else Items(model, batches[0])
     for row, (given, answer) in enumerate(zip(rows.to_pylist(), answers.to_pylist(), strict=True)):
         for column in model.pipeline.data.key_columns:
             assert given[column] == answer[column]
         if items is None:
-            assert_scores(model.pipeline, found[row], given, answer)
+            assert_scores(model.pipeline, actual[row], given, answer)
         else:
-            items.assert_best(found[row], given, answer)
+            items.assert_best(actual[row], given, answer)
 
 
 def per_row(model: Model, batch: Batch) -> list[Tensor]:

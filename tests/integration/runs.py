@@ -118,17 +118,17 @@ def wait_for(condition: Callable[[], bool], process: Fork | subprocess.Popen[str
 def records(folder: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
     """Records of `metrics.jsonl` by step, without what depends on the clock and the machine."""
     path = folder / NAME
-    found = [r for r in read_metrics(path) if r["kind"] == kind] if path.exists() else []
+    actual = [r for r in read_metrics(path) if r["kind"] == kind] if path.exists() else []
     timed = {"samples_per_s", "tokens_per_s", "tflop_per_s", "mfu", "data_wait", "memory_bytes", "seconds"}
-    return {r["step"]: {key: value for key, value in r.items() if key not in timed} for r in found}
+    return {r["step"]: {key: value for key, value in r.items() if key not in timed} for r in actual}
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """Everything in a saved state, whole."""
     entries = read_metadata(path).state_dict_metadata
-    found = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in entries.items()}
-    dcp.load(found, storage_reader=SafeReader(path), no_dist=True)
-    return found
+    actual = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in entries.items()}
+    dcp.load(actual, storage_reader=SafeReader(path), no_dist=True)
+    return actual
 
 
 def one_thread() -> dict[str, str]:

@@ -16,15 +16,15 @@ def first_is_best(_goal, _value, best):
 
 def assert_agrees(evaluation, diagnostics):
     """Means over the slices are those over all rows; bins have all candidates."""
-    total = sum(one["candidates"] for one in diagnostics["slices"])
+    total = sum(entry["candidates"] for entry in diagnostics["slices"])
     error = sum(
-        one["candidates"] * one["metrics"]["watch_time/mae"]
-        for one in diagnostics["slices"]
-        if one["candidates"]
+        entry["candidates"] * entry["metrics"]["watch_time/mae"]
+        for entry in diagnostics["slices"]
+        if entry["candidates"]
     )
     assert error / total == pytest.approx(evaluation["metrics"]["watch_time/mae"], rel=1e-9)
     (bins,) = diagnostics["calibration"].values()
-    assert sum(one["candidates"] for one in bins) == total
+    assert sum(entry["candidates"] for entry in bins) == total
 
 
 def images(folder) -> dict[str, list[int]]:
@@ -39,7 +39,7 @@ def test_the_last_state_and_then_the_best(tmp_path, monkeypatch):
     assert [line["step"] for line in lines] == [8, 2]
     evaluations = records(tmp_path, "evaluation")
     for line in lines:
-        assert [one["history"] for one in line["slices"]] == [[0, 0], [1, 10], [11, 20]]
+        assert [entry["history"] for entry in line["slices"]] == [[0, 0], [1, 10], [11, 20]]
         assert_agrees(evaluations[line["step"]], line)
     assert lines[0]["slices"] != lines[1]["slices"]
     pictures = images(tmp_path)

@@ -47,29 +47,29 @@ def test_a_rankers_predictions_have_the_evaluated_quality(ranker, tmp_path):
     rows = pq.read_table(ranker.rows)
     flags = ("--package", ranker.package, "--input", ranker.rows, "--output", tmp_path / "out")
     command_in_new_process("predict", *flags, cwd=ranker.package.parent)
-    found = pq.read_table(tmp_path / "out")
+    actual = pq.read_table(tmp_path / "out")
     for column in ("user_id", "request_id", "candidate_item_id"):
-        assert found[column].to_pylist() == rows[column].to_pylist()
+        assert actual[column].to_pylist() == rows[column].to_pylist()
     metrics = evaluated(ranker)
     clicks = rows["candidate_is_click"].combine_chunks().flatten().to_numpy()
     # The config keeps 5 candidates of a row for evaluation; prediction scores all of them.
     kept = np.concatenate(
         [np.arange(n) < 5 for n in pc.list_value_length(rows["candidate_item_id"]).to_pylist()]
     )
-    scores = found["is_click"].combine_chunks().flatten().to_numpy()
+    scores = actual["is_click"].combine_chunks().flatten().to_numpy()
     assert len(scores) == len(clicks)
     assert auc(scores[kept], clicks[kept]) == pytest.approx(metrics["is_click/auc"], abs=1e-5)
     seconds = rows["candidate_watch_time"].combine_chunks().flatten().to_numpy()[kept]
-    predicted = found["watch_time"].combine_chunks().flatten().to_numpy()[kept]
+    predicted = actual["watch_time"].combine_chunks().flatten().to_numpy()[kept]
     assert np.abs(predicted - seconds).mean() == pytest.approx(metrics["watch_time/mae"], rel=1e-4)
 
 
 def test_a_retrievers_predictions_have_the_evaluated_quality(retriever, tmp_path):
     rows = pq.read_table(retriever.rows)
-    found = predict(retriever.package, retriever.rows, tmp_path / "out")
+    actual = predict(retriever.package, retriever.rows, tmp_path / "out")
     metrics = evaluated(retriever)
     hits, gains = [], []
-    for row, answer in zip(rows.to_pylist(), found.to_pylist(), strict=True):
+    for row, answer in zip(rows.to_pylist(), actual.to_pylist(), strict=True):
         assert answer["user_id"] == row["user_id"]
         assert len(set(answer["item_id"])) == 10
         assert not set(answer["item_id"]) & set(row["uih_item_id"])
@@ -174,14 +174,14 @@ def test_an_index_says_how_much_it_finds(retriever, tmp_path):
     flags = ("--package", retriever.package, "--input", retriever.rows, "--set")
     index = 'predict.index={faiss {factory: "IVF64,Flat" search: "nprobe=8" recall_rows: 90}}'
     said = command("predict", *flags, index, "--output", tmp_path / "index", cwd=tmp_path)
-    found = pq.read_table(tmp_path / "index")["item_id"].to_pylist()
+    actual = pq.read_table(tmp_path / "index")["item_id"].to_pylist()
     exact = predict(retriever.package, retriever.rows, tmp_path / "exact")["item_id"].to_pylist()
     recall = json.loads((tmp_path / "index" / "_index.json").read_text())
     assert (recall["factory"], recall["k"], recall["rows"]) == ("IVF64,Flat", 10, 90)
     assert f"index IVF64,Flat found {100 * recall['recall']:.2f} % of the exact top 10 of 90 rows" in said
-    hits = [len(set(ours) & set(theirs)) for ours, theirs in zip(found, exact, strict=True)]
+    hits = [len(set(ours) & set(theirs)) for ours, theirs in zip(actual, exact, strict=True)]
     assert recall["recall"] == pytest.approx(np.mean(hits[:90]) / 10, abs=0.02)
-    assert all(len(set(items)) == 10 for items in found)
+    assert all(len(set(items)) == 10 for items in actual)
 
 
 def test_unknown_users_items_and_empty_lists_are_scored(ranker, tmp_path):
@@ -196,11 +196,11 @@ def test_unknown_users_items_and_empty_lists_are_scored(ranker, tmp_path):
         rows[2][name] = []
     path = tmp_path / "odd.parquet"
     pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(ranker.rows)), path)
-    found = predict(ranker.package, path, tmp_path / "out").to_pylist()
-    assert [len(row["is_click"]) for row in found] == [len(row["candidate_item_id"]) for row in rows]
-    assert found[2]["is_click"] == []
-    assert all(0 < p < 1 for row in found for p in row["is_click"])
-    assert all(math.isfinite(s) for row in found for s in row["watch_time"])
+    actual = predict(ranker.package, path, tmp_path / "out").to_pylist()
+    assert [len(row["is_click"]) for row in actual] == [len(row["candidate_item_id"]) for row in rows]
+    assert actual[2]["is_click"] == []
+    assert all(0 < p < 1 for row in actual for p in row["is_click"])
+    assert all(math.isfinite(s) for row in actual for s in row["watch_time"])
 
 
 def test_new_users_get_recommendations(retriever, tmp_path):
@@ -215,9 +215,9 @@ def test_new_users_get_recommendations(retriever, tmp_path):
         cells = [row[name] if isinstance(row[name], list) else [row[name]] for name in columns]
         lines.append(",".join("|".join(map(str, cell)) for cell in cells))
     path.write_text("\n".join(lines) + "\n")
-    found = predict(retriever.package, path, tmp_path / "out").to_pylist()
-    assert [len(set(row["item_id"])) for row in found] == [10, 10]
-    assert all(math.isfinite(s) for row in found for s in row["score"])
+    actual = predict(retriever.package, path, tmp_path / "out").to_pylist()
+    assert [len(set(row["item_id"])) for row in actual] == [10, 10]
+    assert all(math.isfinite(s) for row in actual for s in row["score"])
 
 
 def test_thousands_of_candidates_are_scored_as_they_would_be_alone(ranker, tmp_path):
@@ -233,10 +233,10 @@ def test_thousands_of_candidates_are_scored_as_they_would_be_alone(ranker, tmp_p
     alone = [row | {name: [row[name][i]] for name in lists} | {"request_id": i} for i in range(0, count, 97)]
     path = tmp_path / "many.parquet"
     pq.write_table(pa.Table.from_pylist([row, *alone], rows.schema), path)
-    found = predict(ranker.package, path, tmp_path / "out").to_pylist()
-    assert len(found[0]["is_click"]) == count
-    for i, single in zip(range(0, count, 97), found[1:], strict=True):
-        assert single["is_click"] == pytest.approx([found[0]["is_click"][i]], abs=1e-5)
+    actual = predict(ranker.package, path, tmp_path / "out").to_pylist()
+    assert len(actual[0]["is_click"]) == count
+    for i, single in zip(range(0, count, 97), actual[1:], strict=True):
+        assert single["is_click"] == pytest.approx([actual[0]["is_click"][i]], abs=1e-5)
 
 
 def test_a_bad_row_is_named_or_left_out(ranker, tmp_path):
@@ -250,9 +250,11 @@ def test_a_bad_row_is_named_or_left_out(ranker, tmp_path):
     assert not list((tmp_path / "a").glob("*.parquet")) and not (tmp_path / "a" / "_SUCCESS").exists()
     # The same folder: nothing of the call that failed stands in the way, not even after a change of the file.
     pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(ranker.rows)), path, compression="none")
-    found = predict(ranker.package, path, tmp_path / "a", "--set", "data.bad_rows={policy: SKIP}").to_pylist()
-    assert [row["is_click"] is None for row in found] == [False, True, False]
-    assert [row["request_id"] for row in found] == [row["request_id"] for row in rows]
+    actual = predict(
+        ranker.package, path, tmp_path / "a", "--set", "data.bad_rows={policy: SKIP}"
+    ).to_pylist()
+    assert [row["is_click"] is None for row in actual] == [False, True, False]
+    assert [row["request_id"] for row in actual] == [row["request_id"] for row in rows]
     assert json.loads((tmp_path / "a" / "_SUCCESS").read_text()) == {"rows": 3, "left_out": 1}
 
 
@@ -288,9 +290,7 @@ def test_wrong_calls_say_what_to_do(ranker, tmp_path):
     said = command("predict", "--package", ranker.package, "--output", tmp_path / "o", code=2)
     assert "--input: not given, and the package's config has no data.test" in said
     said = command("predict", "--package", tmp_path, "--input", ranker.rows, code=2)
-    assert (
-        f"{tmp_path}/config.resolved: there is no package here" in said and "python -m recsys.export" in said
-    )
+    assert f"{tmp_path}: there is no package here" in said and "python -m recsys.export" in said
     assert "no such file" in command(
         "predict",
         "--package",
@@ -320,10 +320,10 @@ def test_a_damaged_package_is_refused_by_name(ranker, tmp_path, name):
 
 
 def test_a_package_has_the_vectors_of_all_items_and_makes_those_of_new_ones(retriever):
-    found = pq.read_table(retriever.package / "item_embeddings.parquet")
+    actual = pq.read_table(retriever.package / "item_embeddings.parquet")
     listed = pq.read_table(ROOT / "tests/data/movielens/vocabulary/item_id.parquet")["id"]
-    assert found["id"].to_pylist() == listed.to_pylist()
-    vectors = np.stack(found["vector"].to_numpy())
+    assert actual["id"].to_pylist() == listed.to_pylist()
+    vectors = np.stack(actual["vector"].to_numpy())
     assert vectors.dtype == np.float32 and vectors.shape == (len(listed), 50)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
     package = Package(retriever.package)
@@ -396,10 +396,10 @@ def test_with_a_cache_predictions_are_the_same(ranker, tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([*rows.slice(0, 50).to_pylist(), *parts, long], rows.schema), path)
     few = ("--set", "predict.candidates_per_microbatch=128", "--set", "predict.batch_size=16")
-    found = predict(package, path, tmp_path / "cached", *few)
+    actual = predict(package, path, tmp_path / "cached", *few)
     expected = predict(ranker.package, path, tmp_path / "whole")
     for name in expected.column_names:
-        for one, two in zip(found[name].to_pylist(), expected[name].to_pylist(), strict=True):
+        for one, two in zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True):
             assert one == (pytest.approx(two, abs=1e-5) if name in ("is_click", "watch_time") else two)
     damaged = bytearray((package / "weights.safetensors").read_bytes())
     damaged[-1] ^= 1

@@ -85,9 +85,9 @@ def predict_with_kills(job: tuple[list[str], Path], folder: Path, kills: int) ->
     processes = start(ranks, folder / "store-last", flags, folder)
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
-    found, expected = content(out), content(whole)
-    assert {name for name in found if not name.endswith(".partial")} == set(expected)
-    assert {name: found[name] for name in expected} == expected
+    actual, expected = content(out), content(whole)
+    assert {name for name in actual if not name.endswith(".partial")} == set(expected)
+    assert {name: actual[name] for name in expected} == expected
 
 
 def test_killed_processes_leave_what_others_finish(job, tmp_path):
@@ -118,9 +118,9 @@ def test_manifest_and_lists_of_bad_rows_say_what_is_where(job, ranker):
     for bad, column in zip(listed, BAD_ROWS.values(), strict=True):
         assert bad["kind"] == "ragged" and column in bad["reason"]
     # Every row has its answer, in the order of the input, whichever part holds it.
-    found, rows = pq.read_table(whole), pq.read_table(ranker.rows).slice(0, 48)
-    assert found["request_id"].to_pylist() == rows["request_id"].to_pylist()
-    empty = [number for number, scores in enumerate(found["is_click"].to_pylist()) if scores is None]
+    actual, rows = pq.read_table(whole), pq.read_table(ranker.rows).slice(0, 48)
+    assert actual["request_id"].to_pylist() == rows["request_id"].to_pylist()
+    empty = [number for number, scores in enumerate(actual["is_click"].to_pylist()) if scores is None]
     assert empty == list(BAD_ROWS)
 
 

@@ -51,8 +51,8 @@ def movielens_ranking(folder: Path) -> Path:
         lines[name] = list(csv.reader(text.splitlines()))[1:]
     users = sorted({line[0] for line in lines["ratings"]})
     lines["users"] = [[user, "FM"[n % 2], f"{18 + n}", f"{n % 21}", "0"] for n, user in enumerate(users)]
-    for name, found in lines.items():
-        text = "\n".join("::".join(line) for line in found) + "\n"
+    for name, actual in lines.items():
+        text = "\n".join("::".join(line) for line in actual) + "\n"
         (release / f"{name}.dat").write_text(text, encoding="latin-1", errors="replace")
     flags = ["--task", "ranking", "--min-count", "1", "--input", str(release), "--output", str(data)]
     assert prepare.main(["movielens", *flags]) == 0

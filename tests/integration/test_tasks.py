@@ -74,17 +74,17 @@ def trained(tmp_path_factory) -> Trained:
     return Trained(folder / "run", overrides, paths["validation"], metrics)
 
 
-def check(found: dict[str, np.ndarray], metrics: dict[str, float]) -> None:
+def check(actual: dict[str, np.ndarray], metrics: dict[str, float]) -> None:
     """Predictions in the order of the file, against the labels that the masks were made of."""
     original = pq.read_table("tests/data/kuairand/validation.parquet").slice(0, ROWS)
     clicked, liked = flat(original, "candidate_is_click"), flat(original, "candidate_is_like")
     liked = np.maximum(liked, flat(original, "candidate_long_view"))
-    p = found["clicked"]
+    p = actual["clicked"]
     assert auc(p, clicked) == pytest.approx(metrics["clicked/auc"], abs=1e-5)
     log_loss = -np.where(clicked == 1, np.log(p), np.log1p(-p)).mean()
     assert log_loss == pytest.approx(metrics["clicked/log_loss"], rel=1e-4)
-    assert auc(found["liked"], liked) == pytest.approx(metrics["liked/auc"], abs=1e-5)
-    error = np.abs(found["watch_time"] - flat(original, "candidate_watch_time")).mean()
+    assert auc(actual["liked"], liked) == pytest.approx(metrics["liked/auc"], abs=1e-5)
+    error = np.abs(actual["watch_time"] - flat(original, "candidate_watch_time")).mean()
     assert error == pytest.approx(metrics["watch_time/mae"], rel=1e-4)
 
 
@@ -114,5 +114,5 @@ def test_the_package_predicts_with_the_evaluated_quality(trained, tmp_path, monk
     output = tmp_path / "predictions"
     given = ("--input", tmp_path / "rows.parquet", "--output", output)
     call(predict_command, "--package", tmp_path / "package", *given)
-    found = pq.read_table(output)
-    check({name: flat(found, name) for name in ("clicked", "liked", "watch_time")}, trained.metrics)
+    actual = pq.read_table(output)
+    check({name: flat(actual, name) for name in ("clicked", "liked", "watch_time")}, trained.metrics)

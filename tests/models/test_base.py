@@ -14,6 +14,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from recsys import protos as pb
 from recsys.config import registry
 from recsys.models import build_model, layout_rule
+from recsys.training.recorded_step import LossOfVectors
 from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, generator_pipeline, pipeline_of, random_rows
 
 PIPELINES = {"ranker": RANKER, "retriever": RETRIEVER}
@@ -42,10 +43,11 @@ class LossOfBatch(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.loss_of_vectors = LossOfVectors(model)
         self.total = Total()
 
     def forward(self, batch):
-        return self.total(self.model.objective(self.model(batch), batch))
+        return self.total(self.loss_of_vectors(self.model.embed.look_up(batch), batch))
 
 
 class Total(nn.Module):
@@ -97,9 +99,9 @@ def test_torchrecs_pipeline_trains_it_like_a_plain_loop(pipeline, precision, one
     ahead = TrainPipelineSparseDist(
         sharded, torch.optim.SGD(dense, lr=0.1), torch.device("cpu"), execute_all_batches=True
     )
-    found = [ahead.progress(stream).item() for _ in batches]
+    actual = [ahead.progress(stream).item() for _ in batches]
     assert len(ahead._pipelined_modules) == len(model.embed.tables)
-    assert found == pytest.approx(expected, rel=1e-5 if precision == pb.FP32 else 1e-3)
+    assert actual == pytest.approx(expected, rel=1e-5 if precision == pb.FP32 else 1e-3)
     assert len(set(expected)) == len(expected)
 
 

@@ -42,8 +42,8 @@ def test_what_runs_passes(resolved, backend):
 
 def test_every_group_of_layers_with_its_own_mask_is_asked_about(resolved):
     groups = "[{num_layers: 2}, {num_layers: 1 mask {window: 4}}, {num_layers: 3}]"
-    found = list(_uses(resolved(RANKER, f"{HSTU_PATH}.layer_groups={groups}"), "cpu"))
-    assert [one.facts.mask.window for one in found] == [None, 4]
+    actual = list(_uses(resolved(RANKER, f"{HSTU_PATH}.layer_groups={groups}"), "cpu"))
+    assert [one.facts.mask.window for one in actual] == [None, 4]
 
 
 @pytest.mark.parametrize("precision", ["FP32", "BF16"])
@@ -66,7 +66,7 @@ def test_the_facts_are_those_of_the_models_calls(file, op, precision, monkeypatc
     monkeypatch.setattr(op, "select", lambda facts, backend: asked.append((facts, backend)) or reference)
     reference = type(op).select(op, next(_uses(pipeline, "cpu")).facts)
     model(batch)
-    expected = [(one.facts, one.backend) for one in _uses(pipeline, "cpu")]
+    expected = [(item.facts, item.backend) for item in _uses(pipeline, "cpu")]
     assert asked and list(dict.fromkeys(asked)) == expected
 
 

@@ -71,7 +71,7 @@ def step(model: Model, batch: Batch) -> None:
 def name_backend(pipeline: pb.Pipeline, backend: str) -> None:
     """In every stack."""
     mixer = getattr(pipeline.model, pipeline.model.WhichOneof("model")).mixer
-    for stack in [one.hstu for one in mixer.mixture.stacks] or [mixer.hstu]:
+    for stack in [item.hstu for item in mixer.mixture.stacks] or [mixer.hstu]:
         stack.backend = backend
 
 

@@ -57,8 +57,8 @@ def test_every_input_reaches_the_scores(change):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     row = random_row(pipeline, 5, 1, seed=3).changed(gender=2, uih_actions=[1] * 5, uih_watch_time=[5.0] * 5)
-    found = logits(model, pipeline, [row.changed(**change)])
-    assert (found - logits(model, pipeline, [row])).norm() > 1e-4
+    actual = logits(model, pipeline, [row.changed(**change)])
+    assert (actual - logits(model, pipeline, [row])).norm() > 1e-4
 
 
 def test_every_parameter_gets_a_gradient(model, pipeline):

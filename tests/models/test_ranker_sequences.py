@@ -52,8 +52,8 @@ def test_a_candidate_is_scored_alike_among_any_others(model, pipeline):
     row = random_row(pipeline, 5, 4)
     scores = logits(model, pipeline, [row])
     for keep in ([3, 1, 0, 2], [2], [1, 3]):
-        found = logits(model, pipeline, [row.with_candidates(keep)])
-        torch.testing.assert_close(found, scores[keep], rtol=1e-4, atol=1e-5)
+        actual = logits(model, pipeline, [row.with_candidates(keep)])
+        torch.testing.assert_close(actual, scores[keep], rtol=1e-4, atol=1e-5)
 
 
 def test_labels_do_not_reach_the_scores(model, pipeline):
@@ -78,8 +78,8 @@ def test_labels_do_not_reach_the_scores(model, pipeline):
 )
 def test_every_input_reaches_the_scores(model, pipeline, change):
     row = random_row(pipeline, 5, 1, seed=3).changed(gender=2, uih_actions=[1] * 5, uih_watch_time=[5.0] * 5)
-    found = logits(model, pipeline, [row.changed(**change)])
-    assert (found - logits(model, pipeline, [row])).norm() > 1e-5
+    actual = logits(model, pipeline, [row.changed(**change)])
+    assert (actual - logits(model, pipeline, [row])).norm() > 1e-5
 
 
 def test_placements_differ():

@@ -51,12 +51,12 @@ def test_each_task_gets_its_logits(model, pipeline, rows):
     batch = batch_of(pipeline, rows)
     outputs = model(batch)
     assert outputs.logits.shape == (10, 5)
-    found = []
+    results = []
     for number in range(4):
         losses = model.objective(outputs, batch)
         (grad,) = torch.autograd.grad(losses.sums[number], outputs.logits, retain_graph=True)
-        found.append(grad.any(0).tolist())
-    assert [[i for i, used in enumerate(one) if used] for one in found] == [[0], [1], [2, 3], [4]]
+        results.append(grad.any(0).tolist())
+    assert [[i for i, used in enumerate(item) if used] for item in results] == [[0], [1], [2, 3], [4]]
 
 
 def test_losses_over_rows_are_weighted_sums(model, pipeline, rows):

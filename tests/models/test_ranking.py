@@ -45,8 +45,8 @@ SEEN = [[1, 2, 2, 0], [4], [9, 7], []]
 @pytest.mark.parametrize("max_scores", [1, 25, 10**6])
 def test_equals_brute_force_whatever_the_block(max_scores):
     queries, items = torch.randn(4, 3), torch.randn(10, 3)
-    found = ranks(queries, items, TARGETS, SEEN, max_scores)
-    assert found == brute_force(queries, items, TARGETS, SEEN)
+    actual = ranks(queries, items, TARGETS, SEEN, max_scores)
+    assert actual == brute_force(queries, items, TARGETS, SEEN)
 
 
 def test_ties_count_against_the_model():

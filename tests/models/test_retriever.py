@@ -58,8 +58,8 @@ def test_a_row_is_answered_alike_alone_and_in_a_batch(model, pipeline):
     rows = random_rows(pipeline, SIZES)
     together = model(batch_of(pipeline, rows)).queries.split([n for n, _ in SIZES])
     for row, expected in zip(rows, together, strict=True):
-        found = model(batch_of(pipeline, [row])).queries
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        actual = model(batch_of(pipeline, [row])).queries
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_future_does_not_reach_the_past(model, pipeline):
@@ -112,9 +112,9 @@ def test_the_candidate_does_not_reach_the_query(model, pipeline):
 
 def test_the_query_is_the_last_position_and_zero_without_history(model, pipeline):
     batch = batch_of(pipeline, random_rows(pipeline, SIZES))
-    queries, found = model(batch).queries, model.query(batch)
+    queries, actual = model(batch).queries, model.query(batch)
     torch.testing.assert_close(
-        found, torch.stack([queries[2], torch.zeros(8), queries[8], queries[10], queries[11]])
+        actual, torch.stack([queries[2], torch.zeros(8), queries[8], queries[10], queries[11]])
     )
     assert last_of_each(torch.zeros(0, 3), torch.zeros(2, dtype=torch.int64)).tolist() == [[0, 0, 0]] * 2
 
@@ -180,13 +180,13 @@ def encoded(model, pipeline):
     """The vector of every item by the formula, from weights and what is known of it; row 0 is no item."""
     weights, encode = model.state_dict(), model.compare.encode
     tags = weights["embed.tables.dim_4.embeddings.tags_table.weight"]
-    found = [torch.zeros(8)]
+    actual = [torch.zeros(8)]
     for row in range(1, 21):
         known = catalogue_item(pipeline, row)
         tag = tags[known["catalogue_tags"]].mean(0) if known["catalogue_tags"] else torch.zeros(4)
         joined = torch.cat([table(model)[row], tag, torch.tensor([known["catalogue_price"]])])
-        found.append(normalize(encode.layers(joined), dim=0))
-    return torch.stack(found).detach()
+        actual.append(normalize(encode.layers(joined), dim=0))
+    return torch.stack(actual).detach()
 
 
 def test_items_of_a_two_tower_model_are_encoded():
@@ -275,7 +275,7 @@ def test_in_bfloat16_the_loss_of_a_step_is_of_rounded_vectors_in_float32(change)
     assert outputs.queries.dtype == outputs.items.dtype == outputs.batch_items.dtype == torch.bfloat16
     losses = model.objective(outputs, batch)
     assert losses.sums.dtype == torch.float32
-    wide = RetrieverOutputs(*(one.detach().double() for one in vars(outputs).values()))
+    wide = RetrieverOutputs(*(item.detach().double() for item in vars(outputs).values()))
     torch.testing.assert_close(
         losses.sums.double(), model.objective(wide, batch).sums.double(), rtol=1e-5, atol=0
     )
@@ -328,11 +328,11 @@ def test_an_evaluation_looks_the_catalogue_up_once(change):
     model.embed.register_forward_pre_hook(
         lambda _, given: looked_up.append(given[0].ids["negatives"].values().tolist())
     )
-    found = evaluate(model, SimpleNamespace(epoch=lambda _: iter(batches)), torch.device("cpu"))
+    actual = evaluate(model, SimpleNamespace(epoch=lambda _: iter(batches)), torch.device("cpu"))
     assert looked_up == [batches[0].ids["negatives"].values().tolist(), [], []]
-    assert found["mrr"] == pytest.approx((1 / ranks).mean().item())
+    assert actual["mrr"] == pytest.approx((1 / ranks).mean().item())
     sums, counts = (sum(getattr(one, name).item() for one in losses) for name in ("sums", "counts"))
-    assert found["loss"] == pytest.approx(sums / counts)
+    assert actual["loss"] == pytest.approx(sums / counts)
 
 
 @pytest.mark.parametrize(

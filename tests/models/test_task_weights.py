@@ -81,7 +81,7 @@ def test_candidates_that_do_not_count_are_no_rivals(loss):
     """Sums and gradients are as if the batch had no other candidates."""
     pipeline, rows, batch, tasks, logits = make(loss)
     logits.requires_grad_()
-    found = TaskLosses(tasks)(TaskOutputs(logits, {}), batch)
+    actual = TaskLosses(tasks)(TaskOutputs(logits, {}), batch)
     clicked = [[i for i, label in enumerate(row.labels["click"]) if label] for row in rows]
     kept = [row.with_candidates(keep) for row, keep in zip(rows, clicked, strict=True)]
     alone = pipeline_of(RANKER, TASKS % loss).model.ranker.tasks
@@ -93,9 +93,9 @@ def test_candidates_that_do_not_count_are_no_rivals(loss):
     }
     fewer = replace(batch_of(pipeline, kept), weights=values)
     expected = TaskLosses(alone)(TaskOutputs(logits[places], {}), fewer)
-    assert found.sums[3].item() == pytest.approx(expected.sums[3].item(), rel=1e-12)
-    assert found.counts[3] == expected.counts[3]
-    (grad,) = torch.autograd.grad(found.sums[3], logits)
+    assert actual.sums[3].item() == pytest.approx(expected.sums[3].item(), rel=1e-12)
+    assert actual.counts[3] == expected.counts[3]
+    (grad,) = torch.autograd.grad(actual.sums[3], logits)
     (want,) = torch.autograd.grad(expected.sums[3], logits)
     torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-14)
 

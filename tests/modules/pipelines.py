@@ -359,13 +359,13 @@ def catalogue_item(pipeline: pb.Pipeline, row: int) -> dict[str, Any]:
 
 def _members(channel: Channel, row: Row) -> list[int]:
     """Events of a row that belong to a channel."""
-    found = []
+    results = []
     for number, (actions, seconds) in enumerate(zip(row.uih_actions, row.uih_watch_time, strict=True)):
         by_bits = any(actions >> bit & 1 and channel.bits >> bit & 1 for bit in range(63))
         by_time = channel.min_watch_time is not None and seconds >= channel.min_watch_time
         if by_bits or by_time or (channel.bits == 0 and channel.min_watch_time is None):
-            found.append(number)
-    return found if channel.max_events is None else found[max(0, len(found) - channel.max_events) :]
+            results.append(number)
+    return results if channel.max_events is None else results[max(0, len(results) - channel.max_events) :]
 
 
 def _ints(values: Sequence[int]) -> torch.Tensor:

@@ -14,8 +14,8 @@ def test_columns_of_a_joined_projection(dtype, heads, width, count):
     for part in joined.split(heads * width, dim=1):
         given = part.unflatten(1, (heads, width))
         room = torch.zeros(count + 3, heads, width, dtype=dtype)
-        found = copy_rows(given, room[:count])
-        assert count == 0 or found.data_ptr() == room.data_ptr()
+        actual = copy_rows(given, room[:count])
+        assert count == 0 or actual.data_ptr() == room.data_ptr()
         assert torch.equal(room[:count], given) and not room[count:].any()
         own = copied(given)
         assert torch.equal(own, given) and own.is_contiguous()

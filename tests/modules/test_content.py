@@ -59,8 +59,8 @@ def encoder_of(**choice):
 def test_slice_keeps_the_first_columns():
     pipeline, config = encoder_of(content_slice=pb.SliceContent())
     given = inputs("candidate_", 3)
-    found = ContentEncoder(config, pipeline=pipeline)(pb.CANDIDATE, given, 3)
-    assert torch.equal(found, given["candidate_item_id"])
+    actual = ContentEncoder(config, pipeline=pipeline)(pb.CANDIDATE, given, 3)
+    assert torch.equal(actual, given["candidate_item_id"])
     pipeline.model.embedding_dim = 14
     with pytest.raises(ValueError, match="content_slice: an item's features are 13 wide"):
         ContentEncoder(config, pipeline=pipeline)
@@ -75,10 +75,10 @@ def test_pad_fills_up_with_one_learned_vector():
     torch.nn.init.normal_(module.project.filling)
     torch.nn.init.normal_(module.missing["uih_price"])
     given = inputs("uih_", 3)
-    found = module(pb.HISTORY, given, 3)
+    actual = module(pb.HISTORY, given, 3)
     for row in range(3):
         parts = [given["uih_item_id"][row], given["uih_tags"][row], module.missing["uih_price"]]
-        assert torch.equal(found[row], torch.cat([*parts, module.project.filling]))
+        assert torch.equal(actual[row], torch.cat([*parts, module.project.filling]))
     assert module(pb.CANDIDATE, inputs("candidate_", 0), 0).shape == (0, 16)
 
 
@@ -98,7 +98,7 @@ def test_a_row_sees_items_through_its_own_weights():
     # The same two items in two rows with other users, 5 wide: 4 of gender, 1 of age.
     given = {name: torch.cat([value[:2], value[:2]]) for name, value in given.items()}
     rows = RowContext(torch.randn(2, 5), SequenceLayout(torch.tensor([2, 2])))
-    found = module(pb.CANDIDATE, given, 4, rows)
+    actual = module(pb.CANDIDATE, given, 4, rows)
     joined = torch.cat([given[f"candidate_{name}"] for name in ("item_id", "tags", "price")], dim=1)
-    torch.testing.assert_close(found, module.project(joined, rows))
-    assert (found[:2] - found[2:]).abs().min() > 0
+    torch.testing.assert_close(actual, module.project(joined, rows))
+    assert (actual[:2] - actual[2:]).abs().min() > 0

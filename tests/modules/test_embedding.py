@@ -16,14 +16,14 @@ SIZES = [(3, 2), (0, 1), (5, 0), (1, 4)]
 
 def weight(group, table):
     key = f"{table}_table"
-    (found,) = (tables.embeddings[key].weight for tables in group.tables.values() if key in tables.embeddings)
-    return found.detach()
+    (only,) = (tables.embeddings[key].weight for tables in group.tables.values() if key in tables.embeddings)
+    return only.detach()
 
 
 def entries(rows, name):
     """The ids of a column, one a row, event or candidate."""
-    found = [row.values[name] for row in rows]
-    return found if name == "gender" else [entry for row in found for entry in row]
+    actual = [row.values[name] for row in rows]
+    return actual if name == "gender" else [entry for row in actual for entry in row]
 
 
 @pytest.mark.parametrize("pooling", [pb.SUM, pb.MEAN])
@@ -32,9 +32,9 @@ def test_each_column_is_a_lookup_and_multi_valued_ones_are_pooled(pooling):
     pipeline.features[3].id.pooling = pooling
     rows = random_rows(pipeline, SIZES)
     group = EmbeddingGroup(pipeline)
-    found = group(batch_of(pipeline, rows))
-    assert set(found) == {"gender", "uih_item_id", "candidate_item_id", "uih_tags", "candidate_tags"}
-    for name, vectors in found.items():
+    actual = group(batch_of(pipeline, rows))
+    assert set(actual) == {"gender", "uih_item_id", "candidate_item_id", "uih_tags", "candidate_tags"}
+    for name, vectors in actual.items():
         table = weight(group, name.removeprefix("uih_").removeprefix("candidate_"))
         expected = []
         for entry in entries(rows, name):
@@ -49,8 +49,8 @@ def test_each_column_is_a_lookup_and_multi_valued_ones_are_pooled(pooling):
 def test_negatives_are_looked_up_in_the_item_table():
     pipeline = pipeline_of(RETRIEVER)
     group = EmbeddingGroup(pipeline)
-    found = group(batch_of(pipeline, random_rows(pipeline, SIZES), negatives=[7, 3, 7]))
-    torch.testing.assert_close(found["negatives"].detach(), weight(group, "item_id")[[7, 3, 7]])
+    actual = group(batch_of(pipeline, random_rows(pipeline, SIZES), negatives=[7, 3, 7]))
+    torch.testing.assert_close(actual["negatives"].detach(), weight(group, "item_id")[[7, 3, 7]])
 
 
 def test_tables_start_normal_and_the_same_for_a_seed():
@@ -116,7 +116,7 @@ def test_torchrecs_pipeline_takes_the_lookup_ahead(one_process):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
     ahead = TrainPipelineSparseDist(sharded, optimizer, torch.device("cpu"), execute_all_batches=True)
     stream = iter(batches)
-    found = [ahead.progress(stream).item() for _ in batches]
+    actual = [ahead.progress(stream).item() for _ in batches]
     assert len(ahead._pipelined_modules) == 2
     # The weights survived sharding, and every batch met its own lookups.
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert actual == pytest.approx(expected, rel=1e-6)

@@ -33,7 +33,7 @@ def rows_of(lengths):
 
 def row_by_row(module, x, rows):
     """[W_b, a_b] = G silu(LayerNorm(A c_b)); y = W_b z + a_b."""
-    found = []
+    results = []
     compress, norm, _ = module.compress
     for features, items in zip(rows.features, x.split(rows.layout.lengths.tolist()), strict=True):
         hidden = compress.weight @ features + compress.bias
@@ -47,8 +47,8 @@ def row_by_row(module, x, rows):
                     z = silu(z)
                 else:
                     z = layer.weight @ z + (0 if layer.bias is None else layer.bias)
-            found.append(generated[:, :-1] @ z + generated[:, -1])
-    return torch.stack(found) if found else x.new_zeros(0, OUT)
+            results.append(generated[:, :-1] @ z + generated[:, -1])
+    return torch.stack(results) if results else x.new_zeros(0, OUT)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -62,9 +62,9 @@ def test_gradients_are_those_of_the_loop(module):
     x = torch.randn(6, IN, dtype=torch.float64, requires_grad=True)
     cotangent = torch.randn(6, OUT, dtype=torch.float64)
     inputs = [x, *module.parameters()]
-    found = torch.autograd.grad(module(x, rows), inputs, cotangent)
+    actual = torch.autograd.grad(module(x, rows), inputs, cotangent)
     expected = torch.autograd.grad(row_by_row(module, x, rows), inputs, cotangent)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other)
         assert one.any()
 

@@ -80,7 +80,7 @@ def test_equals_the_formula_token_by_token(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_and_values_alone_are_those_of_the_formula(form):
     layer, x = random_layer(form), torch.randn(4, EMBEDDING, dtype=torch.float64)
-    found = layer.keys_and_values(x)
+    actual = layer.keys_and_values(x)
     joined = torch.stack(
         [
             layer.uvqk.weight @ normed(token, layer.input_norm.weight, layer.input_norm.bias)
@@ -91,8 +91,8 @@ def test_keys_and_values_alone_are_those_of_the_formula(form):
     if form[0] == "uvqk":
         joined = silu(joined)
     first = 2 * HEADS * V + HEADS * QK  # behind u, v and q
-    torch.testing.assert_close(found.k, joined[:, first:].view(4, HEADS, QK))
-    torch.testing.assert_close(found.v, joined[:, HEADS * V : 2 * HEADS * V].view(4, HEADS, V))
+    torch.testing.assert_close(actual.k, joined[:, first:].view(4, HEADS, QK))
+    torch.testing.assert_close(actual.v, joined[:, HEADS * V : 2 * HEADS * V].view(4, HEADS, V))
     assert len(layer.keys_and_values(x[:0]).k) == 0
 
 
@@ -144,9 +144,9 @@ def gradients(layer, x, attend, autocast=False):
     torch.manual_seed(8)  # backward must find the numbers of forward elsewhere
     cotangent = torch.randn_like(output)
     after_forward = torch.get_rng_state()
-    found = torch.autograd.grad(output, [x, *layer.parameters()], cotangent)
+    actual = torch.autograd.grad(output, [x, *layer.parameters()], cotangent)
     assert torch.equal(torch.get_rng_state(), after_forward)
-    return [output, *found]
+    return [output, *actual]
 
 
 def assert_recompute_changes_nothing(layer, x, attend, choice, **settings):
@@ -225,10 +225,10 @@ def test_one_compiled_graph_serves_layers_and_sizes():
         torch.manual_seed(seed)
         layer = random_layer(("u", "layer", "concat"))
         x = torch.randn(rows, EMBEDDING, dtype=torch.float64, requires_grad=True)
-        found = []
+        results = []
         for layer.compiled in (True, False):
-            found.append(gradients(layer, x, Readers.apply))
-        for got, want in zip(*found, strict=True):
+            results.append(gradients(layer, x, Readers.apply))
+        for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want)
     assert counters["unique_graphs"] == 1
 
@@ -262,6 +262,6 @@ def test_bias_tables_reach_the_scores(heads, buckets):
     expected_time = tables.time if buckets else torch.zeros(*([] if heads is None else [heads]), 1).double()
     assert bias.time_table.shape[-1] == in_time
     torch.testing.assert_close(bias.time_table, expected_time)
-    found = hstu_attention(q, k, v, layout, mask, scale_len=SCALE, bias=bias)
-    torch.testing.assert_close(found, oracle.hstu(q, k, v, batch, mask, QK**-0.5, SCALE, bias))
+    actual = hstu_attention(q, k, v, layout, mask, scale_len=SCALE, bias=bias)
+    torch.testing.assert_close(actual, oracle.hstu(q, k, v, batch, mask, QK**-0.5, SCALE, bias))
     assert len(list(tables.parameters())) == (2 if buckets else 1)

@@ -56,11 +56,11 @@ class InBuffer(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         sums = [part.sum(-1, keepdim=True) for part in (q, k)]
         scores = (grad * v).sum(-1, keepdim=True)
-        found = (scores * sums[1]).expand_as(q), (scores * sums[0]).expand_as(k), grad * sums[0] * sums[1]
+        actual = (scores * sums[1]).expand_as(q), (scores * sums[0]).expand_as(k), grad * sums[0] * sums[1]
         if ctx.grad_buffer is None:
-            return (*found, None)
+            return (*actual, None)
         places = [ctx.grad_buffer.place(part) for part in (q, k, v)]
-        for place, gradient in zip(places, found, strict=True):
+        for place, gradient in zip(places, actual, strict=True):
             place.copy_(gradient)
         return (*places, None)
 
@@ -111,11 +111,11 @@ def test_with_attention_and_stochastic_depth(form):
         return hstu_attend(q, k, v, problem, "reference", grad_buffer)
 
     for given in (None, scale):
-        found = []
+        results = []
         for layer.fused in (True, False):
             out = layer(x, attend, given)
-            found.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
-        for one, other in zip(*found, strict=True):
+            results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+        for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -151,7 +151,7 @@ def test_the_gradients_of_one_node_may_be_made_twice():
         attend = partial(hstu_attend, problem=Problem(layout, AttentionMask(), QK**-0.5, 9.0))
         out = layer(x, attend) if index is None else layer.forward_rows(x, index, attend)
         cotangent = torch.randn_like(out)
-        first = [one.clone() for one in torch.autograd.grad(out, [x, *layer.parameters()], cotangent, True)]
+        first = [item.clone() for item in torch.autograd.grad(out, [x, *layer.parameters()], cotangent, True)]
         for got, want in zip(
             torch.autograd.grad(out, [x, *layer.parameters()], cotangent), first, strict=True
         ):

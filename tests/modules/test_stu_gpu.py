@@ -63,7 +63,7 @@ def test_all_gradients_of_the_projection_are_written_in_their_places(dim, monkey
     def joined(buffer, gradients):
         whole = right(buffer, gradients)
         places.extend(
-            whole.data_ptr() <= one.data_ptr() < whole.data_ptr() + whole.nbytes for one in gradients
+            whole.data_ptr() <= item.data_ptr() < whole.data_ptr() + whole.nbytes for item in gradients
         )
         return whole
 
@@ -95,7 +95,7 @@ def test_some_rows_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(d
     layer = layer_of(128, dim, STUConfig(activation=activation, gate=gate))
     x = torch.randn(layout.total_len, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
-    def found(x, backend, fused, bf16=True):
+    def results_of(x, backend, fused, bf16=True):
         layer.fused = fused
         problem = Problem(layout, AttentionMask(window=90, prefix=10), dim**-0.5, 300.0, tail=40)
         attend = partial(hstu_attend, problem=problem, backend=backend)
@@ -104,9 +104,9 @@ def test_some_rows_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(d
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
         return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
 
-    ours, theirs = found(x, "auto", True), found(x, "reference", False)
+    ours, theirs = results_of(x, "auto", True), results_of(x, "reference", False)
     layer.double()
-    want = found(x.detach().double().requires_grad_(), "reference", False, bf16=False)
+    want = results_of(x.detach().double().requires_grad_(), "reference", False, bf16=False)
     for got, other, right in zip(ours, theirs, want, strict=True):
         allowed = 2 * (other.double() - right).norm() + 1e-3 * right.norm()
         assert (got.double() - right).norm() <= allowed

@@ -53,7 +53,7 @@ def assert_equal_times(seed: int, device: str = "cpu") -> None:
         layout, batch = random_batch(chance, per_event)
         wanted = _times(batch, layout, batch.uih_timestamps, batch.uih_lengths, per_event)
         given = (
-            one.to(device) for one in (batch.request_time, batch.uih_timestamps, batch.candidate_timestamps)
+            item.to(device) for item in (batch.request_time, batch.uih_timestamps, batch.candidate_timestamps)
         )
         assert torch.equal(times_of(layout.to(device), *given, per_event).cpu(), wanted)
 
@@ -84,9 +84,11 @@ def assert_equal_buckets(seed: int, device: str = "cpu") -> None:
     chosen = TimeScale(buckets, unit, scale == pb.PositionalEncoder.LOG) if buckets else None
     moved = times.to(device)
     from_start = origin == pb.PositionalEncoder.START
-    found = buckets_of(layout.to(device), moved[:, 0], moved[:, 2], rows, from_start=from_start, scale=chosen)
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
+    actual = buckets_of(
+        layout.to(device), moved[:, 0], moved[:, 2], rows, from_start=from_start, scale=chosen
+    )
+    assert len(actual) == len(wanted)
+    for one, other in zip(actual, wanted, strict=True):
         assert torch.equal(one.cpu(), other), (scale, unit, buckets)
 
 
@@ -138,5 +140,5 @@ def test_the_encoder_on_a_gpu(unit):
     values = torch.randn(layout.total_len, 16, generator=torch.Generator().manual_seed(0))
     wanted = encoder(values, layout, times[:, 0], times[:, 2])
     moved = times.cuda()
-    found = encoder.cuda()(values.cuda(), layout.to("cuda"), moved[:, 0], moved[:, 2])
-    torch.testing.assert_close(found.cpu(), wanted)
+    actual = encoder.cuda()(values.cuda(), layout.to("cuda"), moved[:, 0], moved[:, 2])
+    torch.testing.assert_close(actual.cpu(), wanted)

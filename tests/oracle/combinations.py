@@ -103,11 +103,11 @@ Combination = dict[str, str]
 def product() -> list[Combination]:
     """All combinations of `AXES`, each with values of `FURTHER` drawn from a seed."""
     draw = random.Random(4)
-    found = []
+    results = []
     for names in itertools.product(*AXES.values()):
         combination = dict(zip(AXES, names, strict=True))
-        found.append(combination | {axis: draw.choice(list(values)) for axis, values in FURTHER.items()})
-    return found
+        results.append(combination | {axis: draw.choice(list(values)) for axis, values in FURTHER.items()})
+    return results
 
 
 def covering(combinations: list[Combination], strength: int) -> list[Combination]:

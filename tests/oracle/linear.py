@@ -113,18 +113,18 @@ def distances(name: str, path: list[Token], num_history: int) -> list[tuple[list
     None for a token that is not read: contextual tokens have no time.
     """
     last = path[-1]
-    found: list[tuple[list[int], int | None]] = []
+    results: list[tuple[list[int], int | None]] = []
     for j, token in enumerate(path):
         between = path[j:]
         if name == "position":
-            found.append(([1] * (len(between) - 1), len(between) - 1))
+            results.append(([1] * (len(between) - 1), len(between) - 1))
             continue
         if token.kind == "contextual":
-            found.append(([], None))
+            results.append(([], None))
             continue
         steps = [max(0, after.time - before.time) for before, after in pairwise(between)]
-        found.append(([*steps, max(0, last.next_time - last.time)], last.next_time - token.time))
-    return found
+        results.append(([*steps, max(0, last.next_time - last.time)], last.next_time - token.time))
+    return results
 
 
 def weight(periods: tuple[int, ...], waves: Weights, head: int, steps: list[int], apart: int) -> Tensor:

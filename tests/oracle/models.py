@@ -59,14 +59,14 @@ def _look_up(collection: nn.Module, ids: KeyedJaggedTensor) -> dict[str, JaggedT
 
 def batch(pipeline: pb.Pipeline, rows: Sequence[Row]) -> Batch:
     """The batch of some rows for the model of a written config."""
-    found = batch_of(resolved(pipeline), rows)
-    return dataclasses.replace(found, numbers={name: x.double() for name, x in found.numbers.items()})
+    actual = batch_of(resolved(pipeline), rows)
+    return dataclasses.replace(actual, numbers={name: x.double() for name, x in actual.numbers.items()})
 
 
-def predictions(pipeline: pb.Pipeline, found: Tensor) -> Tensor:
+def predictions(pipeline: pb.Pipeline, actual: Tensor) -> Tensor:
     """Converts logits [N, tasks] to probabilities, or to values in the unit of the label."""
     columns = []
-    for task, column in zip(pipeline.model.ranker.tasks, found.unbind(1), strict=True):
+    for task, column in zip(pipeline.model.ranker.tasks, actual.unbind(1), strict=True):
         if task.loss.HasField("binary_cross_entropy"):
             column = 1 / (1 + torch.exp(-column))
         elif task.loss.mean_squared_error.log1p:

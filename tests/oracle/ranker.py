@@ -51,8 +51,8 @@ class BruteForceRanker:
 
     def __call__(self, rows: Sequence[Row]) -> Tensor:
         """Logits [N, tasks] of all candidates of all rows."""
-        found = [logits for row in rows for logits in self.row(row)]
-        return torch.stack(found) if found else torch.zeros(0, self.num_logits, dtype=torch.float64)
+        actual = [logits for row in rows for logits in self.row(row)]
+        return torch.stack(actual) if actual else torch.zeros(0, self.num_logits, dtype=torch.float64)
 
     def row(self, row: Row) -> list[Tensor]:
         """Logits [tasks] of each candidate."""

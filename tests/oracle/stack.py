@@ -129,12 +129,12 @@ def layer(
             return 0.0
         positions = bias["position"]
         distance = min(max(index(query) - index(key), 0), positions.shape[-1] - 1)
-        found = positions[..., distance]
+        actual = positions[..., distance]
         if config.bias.num_time_buckets:
             seconds = max(1, abs(query.next_time - key.time))
             bucket = min(math.floor(math.log(seconds) / 0.301), config.bias.num_time_buckets - 1)
-            found = found + bias["time"][..., bucket]
-        return found
+            actual = actual + bias["time"][..., bucket]
+        return actual
 
     mixed = []
     for query, part in zip(tokens, parts, strict=True):

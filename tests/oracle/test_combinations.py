@@ -69,12 +69,12 @@ def compare(written: pb.Pipeline, rows: list[Row], *forms: Form, tolerance: floa
     """The model in these forms (all when none is given) against the brute-force one, both in float64."""
     model = models.build(written)
     with torch.no_grad():
-        found = {form.__name__: form(model, written, rows) for form in forms or FORMS}
+        actual = {form.__name__: form(model, written, rows) for form in forms or FORMS}
         logits = BruteForceRanker(written, model.state_dict())(rows)
         expected = models.predictions(written, logits)
         close = {"rtol": tolerance, "atol": tolerance}
         torch.testing.assert_close(models.logits(model, written, rows), logits, **close)
-        for form, predicted in found.items():
+        for form, predicted in actual.items():
             torch.testing.assert_close(predicted, expected, **close, msg=partial(_named, form))
 
 
@@ -118,7 +118,7 @@ def test_other_encoders_are_what_the_specification_says(ranker: str):
     compare(written, rows, tolerance=1e-6 if ranker == "all" else 1e-9)
 
 
-@pytest.mark.parametrize("place", range(len(COVERING)), ids=[name(one) for one in COVERING])
+@pytest.mark.parametrize("place", range(len(COVERING)), ids=[name(item) for item in COVERING])
 def test_a_cache_of_a_history_that_grew_is_that_of_the_whole(place: int):
     written = pipeline(COVERING[place] | GROWING | {"positional": GROWING_POSITIONS[place % 2]})
     for channel in written.model.ranker.preprocessor.contextual.channels:
@@ -145,9 +145,9 @@ def test_a_cache_that_cannot_grow_says_so():
 def test_every_weight_gets_the_gradient_of_the_formulas(combination: Combination):
     written = pipeline(combination)
     rows, model = rows_of(written), models.build(written)
-    found = models.logits(model, written, rows)
-    cotangent = torch.randn_like(found)
-    found.backward(cotangent)
+    actual = models.logits(model, written, rows)
+    cotangent = torch.randn_like(actual)
+    actual.backward(cotangent)
     weights = {key: p.detach().clone().requires_grad_() for key, p in model.named_parameters()}
     BruteForceRanker(written, weights)(rows).backward(cotangent)
     for key, parameter in model.named_parameters():
@@ -169,5 +169,5 @@ def test_the_product_is_whole_and_the_part_meets_all_values():
 
 def test_every_combination_is_a_config_without_faults():
     for combination in PRODUCT:
-        found = checks.findings(models.resolved(pipeline(combination)))
-        assert [one for one in found if one.path.startswith("model")] == []
+        findings_of_config = checks.findings(models.resolved(pipeline(combination)))
+        assert [item for item in findings_of_config if item.path.startswith("model")] == []

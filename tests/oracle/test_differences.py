@@ -106,10 +106,10 @@ def logits(built: tuple[Model, pb.Pipeline], sizes: list[tuple[int, int]]) -> Te
 @pytest.mark.parametrize("case", CASES)
 def test_a_feature_changes_what_it_can_change_and_nothing_else(case: str):
     off, on, changes = CASES[case]
-    found = [logits(build(changed), SIZES) for changed in (off, on)]
-    difference = (found[0] - found[1]).abs().amax(dim=1).tolist()
+    actual = [logits(build(changed), SIZES) for changed in (off, on)]
+    difference = (actual[0] - actual[1]).abs().amax(dim=1).tolist()
     expected = [changes(events, place) for events, count in SIZES for place in range(count)]
-    assert [one > 1e-6 for one in difference] == expected
+    assert [item > 1e-6 for item in difference] == expected
     assert max(difference) > 1e-3
     assert max([0, *(d for d, may in zip(difference, expected, strict=True) if not may)]) < 1e-12
 
@@ -137,9 +137,9 @@ def test_what_is_for_training_changes_nothing_else(feature: str):
 
 def zeroed(built: tuple[Model, pb.Pipeline], part: str) -> tuple[Model, pb.Pipeline]:
     model, written = built
-    found = [parameter for name, parameter in model.named_parameters() if part in name]
-    assert found
-    for parameter in found:
+    actual = [parameter for name, parameter in model.named_parameters() if part in name]
+    assert actual
+    for parameter in actual:
         torch.nn.init.zeros_(parameter)
     return model, written
 
@@ -159,8 +159,8 @@ NOTHING = {
 @pytest.mark.parametrize("case", NOTHING)
 def test_what_is_set_to_do_nothing_does_nothing(case: str):
     without, feature, zeros = NOTHING[case]
-    found = zeroed(build(without, feature), zeros) if zeros else build(without, feature)
-    torch.testing.assert_close(logits(found, SIZES), logits(build(without), SIZES), rtol=0, atol=1e-12)
+    actual = zeroed(build(without, feature), zeros) if zeros else build(without, feature)
+    torch.testing.assert_close(logits(actual, SIZES), logits(build(without), SIZES), rtol=0, atol=1e-12)
 
 
 def test_a_tail_of_everything_does_nothing():
@@ -170,8 +170,8 @@ def test_a_tail_of_everything_does_nothing():
     all_of_it.model.ranker.mixer.hstu.ClearField("mask")
     for text in (LENGTH, hstu(groups)):
         all_of_it.MergeFrom(models.written(text))
-    found = logits((models.build(all_of_it), all_of_it), SIZES)
-    torch.testing.assert_close(found, logits(one, SIZES), rtol=0, atol=1e-12)
+    actual = logits((models.build(all_of_it), all_of_it), SIZES)
+    torch.testing.assert_close(actual, logits(one, SIZES), rtol=0, atol=1e-12)
 
 
 def test_a_channel_of_everything_is_the_only_sequence_of_a_row():

@@ -125,7 +125,7 @@ class Encoder:
         table = self.tables[feature.id.table or feature.name]
         if not feature.id.multi_valued:
             return table[value]
-        total = sum((table[one] for one in value), torch.zeros_like(table[0]))
+        total = sum((table[item] for item in value), torch.zeros_like(table[0]))
         return total / max(1, len(value)) if feature.id.pooling == pb.MEAN else total
 
     def action(self, row: Row, event: int) -> Tensor:
@@ -164,14 +164,14 @@ class Encoder:
             return config.num_time_buckets
         units = age / config.time_unit
         logarithmic = config.time_scale == pb.PositionalEncoder.LOG
-        found = math.log(max(1, units)) if logarithmic else math.sqrt(max(0, units))
-        return min(math.floor(found), config.num_time_buckets - 1)
+        actual = math.log(max(1, units)) if logarithmic else math.sqrt(max(0, units))
+        return min(math.floor(actual), config.num_time_buckets - 1)
 
 
 def channels(config: pb.ContextualPreprocessor, row: Row) -> list[list[int]]:
     """The events of each channel, oldest first; of the only one when none is named."""
     everything = list(range(len(row.uih_timestamps)))
-    found = []
+    results = []
     for channel in config.channels:
 
         def belongs(event: int, channel: pb.HistoryChannel = channel) -> bool:
@@ -184,5 +184,5 @@ def channels(config: pb.ContextualPreprocessor, row: Row) -> list[list[int]]:
         kept = [event for event in everything if belongs(event)]
         if channel.HasField("max_events"):
             kept = kept[max(0, len(kept) - channel.max_events) :]
-        found.append(kept)
-    return found or [everything]
+        results.append(kept)
+    return results or [everything]

@@ -68,10 +68,10 @@ def prepare(source: Path, target: Path, *arguments: str) -> int:
 
 def rows(folder, split):
     """Rows of all parts, in an order of their own."""
-    found = []
+    results = []
     for path in sorted((folder / split).glob("*.parquet")):
-        found += pq.read_table(path, page_checksum_verification=True).to_pylist()
-    return sorted(found, key=lambda row: (row["user_id"], row.get("request_id", 0)))
+        results += pq.read_table(path, page_checksum_verification=True).to_pylist()
+    return sorted(results, key=lambda row: (row["user_id"], row.get("request_id", 0)))
 
 
 def by_user(lines=LINES):
@@ -160,9 +160,9 @@ def test_retrieval_rows_leave_one_out_and_the_catalogue_is_every_item(tmp_path):
     users = by_user(lines)
     long = {user: events for user, events in users.items() if len(events) >= 3}
     for split, last in (("validation", 2), ("test", 1)):
-        found = {row["user_id"]: row for row in rows(target, split)}
-        assert set(found) == set(long)
-        for user, row in found.items():
+        actual = {row["user_id"]: row for row in rows(target, split)}
+        assert set(actual) == set(long)
+        for user, row in actual.items():
             assert row["uih_item_id"] == [int(line["sku"]) for line in long[user][:-last]]
             assert row["candidate_item_id"] == [int(long[user][-last]["sku"])]
             assert row["request_time"] == row["candidate_timestamps"][0] == long[user][-last]["ts"]

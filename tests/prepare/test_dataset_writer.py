@@ -26,9 +26,9 @@ def test_moments_are_those_of_numpy():
     moments = Moments()
     moments.add(values[:100])
     moments.add(values[100:])
-    found = moments.summary()
+    actual = moments.summary()
     logs = np.sign(values) * np.log1p(np.abs(values))
-    assert found == pytest.approx(
+    assert actual == pytest.approx(
         {"mean": values.mean(), "std": values.std(), "log1p_mean": logs.mean(), "log1p_std": logs.std()}
     )
     constant = Moments()

@@ -174,7 +174,11 @@ def test_a_server_that_says_nothing_is_named(tmp_path, capsys, monkeypatch):
     ("address", "code", "message"),
     [
         ("memory://logs/none.csv", 3, "memory://logs/none.csv: no such file or folder"),
-        ("s33://logs/log.csv", 3, "s33:// is no known protocol. Did you mean s3://? Known are https://,"),
+        (
+            "s33://logs/log.csv",
+            3,
+            "s33:// is not a known protocol. Did you mean s3://? Known protocols are https://,",
+        ),
         ("nowhere://x/log.csv", 5, "(needs the moon); type: python -m pip install no_such_package\n"),
         ("http://", 3, "http://: cannot be read (no host given)"),
         ("http://[/log.csv", 3, "http://[/log.csv: cannot be read ("),

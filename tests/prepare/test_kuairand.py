@@ -63,10 +63,10 @@ def split_of(line):
 
 def distinct_lines():
     """Lines of the log without copies, the first of each, with their number as `number`."""
-    found = {}
+    results = {}
     for number, line in enumerate(read(LOG)):
-        found.setdefault(tuple(line[name] for name in kuairand.LOG), line | {"number": number})
-    return list(found.values())
+        results.setdefault(tuple(line[name] for name in kuairand.LOG), line | {"number": number})
+    return list(results.values())
 
 
 def brute_force_requests(*, gap_ms=60_000, max_candidates=10, max_history=5, live=False):
@@ -164,11 +164,11 @@ def expected_row(history, candidates):
 
 def test_every_row_is_what_a_loop_over_the_log_says(prepared):
     expected = brute_force_requests()
-    found = 0
+    actual = 0
     for split in ("train", "validation", "test"):
         table = pq.read_table(prepared / f"{split}.parquet", page_checksum_verification=True)
         for row in table.to_pylist():
-            found += 1
+            actual += 1
             wanted_split, history, candidates = expected[row["request_id"]]
             assert wanted_split == split
             wanted = expected_row(history, candidates) | expected_counters(candidates)
@@ -176,7 +176,7 @@ def test_every_row_is_what_a_loop_over_the_log_says(prepared):
             for name, value in wanted.items():
                 got = str(row[name]) if isinstance(value, str) else row[name]
                 assert got == value, (row["request_id"], name)
-    assert found == len(expected) > 200
+    assert actual == len(expected) > 200
 
 
 def test_live_histories_reach_up_to_each_request(tmp_path):
@@ -245,9 +245,9 @@ def test_counters_are_numbers_of_the_schema_and_can_be_left_out(prepared, tmp_pa
         for rest in ("impressions", "is_click_lift", "long_view_lift", "is_like_lift")
     }
     schema = json.loads((prepared / "schema.json").read_text())
-    found = {one["name"]: one for one in schema["features"]}
-    assert names <= set(found) and set(schema["counters"]["columns"]) == names
-    assert all(found[name]["sides"] == ["CANDIDATE"] and found[name]["kind"] == "number" for name in names)
+    actual = {entry["name"]: entry for entry in schema["features"]}
+    assert names <= set(actual) and set(schema["counters"]["columns"]) == names
+    assert all(actual[name]["sides"] == ["CANDIDATE"] and actual[name]["kind"] == "number" for name in names)
     arguments = ("--max-history", "5", "--min-count", "1", "--no-counters")
     assert prepare(ORIGINAL, tmp_path / "made", *arguments) == 0
     assert "counters" not in json.loads((tmp_path / "made" / "schema.json").read_text())

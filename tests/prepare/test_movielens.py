@@ -89,7 +89,7 @@ def test_leave_one_out_on_original_lines(prepared):
                     "candidate_genres": [genres[target["movieId"]]],
                 }
             assert made[split][number] == expected
-    assert all(len(found) == len(users) for found in made.values())
+    assert all(len(actual) == len(users) for actual in made.values())
 
 
 def test_the_catalogue_is_every_movie_and_counts_training_only(prepared):
@@ -182,7 +182,7 @@ def test_missing_files_are_named(tmp_path, capsys):
 
 def test_the_bundled_sample_is_latest_small_and_nothing_that_may_not_be_passed_on():
     schema = json.loads((DATA / "schema.json").read_text())
-    assert [one["name"] for one in schema["inputs"]] == ["ratings.csv", "movies.csv"]
+    assert [entry["name"] for entry in schema["inputs"]] == ["ratings.csv", "movies.csv"]
     train, test = rows(DATA, "train"), rows(DATA, "test")
     assert len(train) == len(test) == 671
     assert sum(len(row["uih_item_id"]) for row in test) + len(test) == 100_004

@@ -97,7 +97,7 @@ def brute_force(ratings, *, gap=3600, size=16, validation=10, test=10, longest=i
 
 def check(folder, expected, about_movie, about_user):
     """Each row of the files is one of `expected`, and in the order of time."""
-    found = 0
+    actual = 0
     for split in SPLITS:
         table = rows(folder, split)
         assert [row["request_time"] for row in table] == sorted(row["request_time"] for row in table)
@@ -120,8 +120,8 @@ def check(folder, expected, about_movie, about_user):
                     f"{prefix}_year": [about_movie(rating[1])[1] for rating in ratings],
                 }
             assert name == split and row == wanted
-            found += 1
-    assert found == len(expected)
+            actual += 1
+    assert actual == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_vocabularies_count_training_candidates_and_schema_says_what_was_done(tm
         "min_count": 6,
         "user_modulus": 1,
     }
-    assert [one["name"] for one in schema["inputs"]] == ["ratings.dat", "movies.dat", "users.dat"]
+    assert [entry["name"] for entry in schema["inputs"]] == ["ratings.dat", "movies.dat", "users.dat"]
     assert schema["task"] == "ranking" and schema["labels"] == {"is_liked": "binary", "rating": "regression"}
 
 

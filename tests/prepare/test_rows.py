@@ -22,16 +22,16 @@ def test_request_slices_against_a_loop(events, gap, max_candidates, max_history)
             expected.append(request)
         request.append(index)
     user, time, tab = np.array(events, dtype=np.int64).reshape(-1, 3).T
-    found = request_slices(
+    actual = request_slices(
         user, time, gap=gap, max_candidates=max_candidates, max_history=max_history, apart=(tab,)
     )
     assert [
-        list(range(a, b)) for a, b in zip(found.candidate_start, found.candidate_end, strict=True)
+        list(range(a, b)) for a, b in zip(actual.candidate_start, actual.candidate_end, strict=True)
     ] == expected
     for row, request in enumerate(expected):
         first = events[request[0]]
         before = [i for i, event in enumerate(events) if event[0] == first[0] and event[1] < first[1]]
-        history = range(found.history_start[row], found.history_end[row])
+        history = range(actual.history_start[row], actual.history_end[row])
         assert list(history) == before[-max_history:]
 
 
@@ -48,8 +48,8 @@ def test_holdout_slices_against_a_loop(lengths, held_out, max_history):
                 expected.append((indices[:-held_out][-(max_history or 99) :], target))
             elif not with_candidate:
                 expected.append((indices[-(max_history or 99) :], []))
-        found = holdout_slices(
+        actual = holdout_slices(
             user, held_out=held_out, with_candidate=with_candidate, max_history=max_history
         )
-        rows = [(list(range(a, b)), list(range(c, d))) for a, b, c, d in zip(*found, strict=True)]
+        rows = [(list(range(a, b)), list(range(c, d))) for a, b, c, d in zip(*actual, strict=True)]
         assert rows == expected

@@ -36,10 +36,10 @@ def test_a_core_keeps_users_and_items_with_enough_events(tmp_path, part_rows):
     assert prepare(write(tmp_path / "core.csv", core), tmp_path / "core", *RETRIEVAL) == 0
     for split in ("train", "validation", "test"):
         assert rows(tmp_path / "made", split) == rows(tmp_path / "core", split)
-    found, expected = (
+    actual, expected = (
         pq.read_table(tmp_path / name / "vocabulary" / "item_id.parquet") for name in ("made", "core")
     )
-    assert found == expected and len(found) < 40
+    assert actual == expected and len(actual) < 40
 
 
 def test_nothing_left_of_a_core_is_an_error(tmp_path, capsys):
@@ -56,8 +56,10 @@ def test_items_are_described_as_in_their_last_event(tmp_path):
     last = {}
     for _, line in sorted(enumerate(LINES), key=lambda one: (int(one[1]["ts"]), one[0])):
         last[int(line["sku"])] = (line["brand"], pytest.approx(float(line["price"])))
-    found = pq.read_table(tmp_path / "made" / "items.parquet").to_pylist()
-    assert {one["item_id"]: (one["brand"], one["price"]) for one in found} == last and len(found) == len(last)
+    actual = pq.read_table(tmp_path / "made" / "items.parquet").to_pylist()
+    assert {one["item_id"]: (one["brand"], one["price"]) for one in actual} == last and len(actual) == len(
+        last
+    )
     assert prepare(write(tmp_path / "log.csv"), tmp_path / "ids", *BASE, "--task", "retrieval") == 0
     assert not (tmp_path / "ids" / "items.parquet").exists()
 
@@ -84,7 +86,7 @@ def test_sequences_are_the_log_that_they_were_made_of(tmp_path, part_rows):
     for split in ("train", "validation", "test", "latest"):
         assert rows(tmp_path / "made", split) == rows(tmp_path / "log", split)
     inputs = json.loads((tmp_path / "made" / "schema.json").read_text())["inputs"]
-    assert [one["name"] for one in inputs] == ["items.txt", "times.txt"]
+    assert [entry["name"] for entry in inputs] == ["items.txt", "times.txt"]
 
 
 def test_sequences_without_times_keep_their_order(tmp_path):
@@ -92,10 +94,10 @@ def test_sequences_without_times_keep_their_order(tmp_path):
     with gzip.open(tmp_path / "items.txt.gz", "wb") as file:
         file.write(items.read_bytes())
     assert prepare_sequences(tmp_path / "items.txt.gz", tmp_path / "made") == 0
-    found = {row["user_id"]: row for row in rows(tmp_path / "made", "test")}
+    actual = {row["user_id"]: row for row in rows(tmp_path / "made", "test")}
     for user, events in by_user().items():
-        assert found[user]["uih_item_id"] == [int(line["sku"]) for line in events[:-1]]
-        assert found[user]["uih_timestamps"] == list(range(1, len(events)))
+        assert actual[user]["uih_item_id"] == [int(line["sku"]) for line in events[:-1]]
+        assert actual[user]["uih_timestamps"] == list(range(1, len(events)))
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,6 @@ def test_one_package_serves_every_size(pipeline, model, tmp_path):
         loaded.append(torch._inductor.aoti_load_package(path))
 
     def contiguous(runner):
-        return lambda *inputs: runner(*(one.contiguous() for one in inputs))
+        return lambda *inputs: runner(*(item.contiguous() for item in inputs))
 
     check(pipeline, model, *map(contiguous, loaded))

@@ -38,6 +38,6 @@ def test_rows_are_cut_into_consecutive_pieces():
 )
 def test_pieces_are_packed_by_their_padded_size(counts, runs):
     pieces = [Piece(row, count) for row, count in enumerate(counts)]
-    found = list(packed(pieces, 4))
-    assert [len(run) for run in found] == runs
-    assert sum(found, []) == pieces
+    actual = list(packed(pieces, 4))
+    assert [len(run) for run in actual] == runs
+    assert sum(actual, []) == pieces

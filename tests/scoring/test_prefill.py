@@ -64,8 +64,8 @@ def model(pipeline):
     return build(pipeline)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def in_pieces(model, batch, cache, size):
@@ -167,8 +167,8 @@ def test_bfloat16_is_as_far_off_as_without_a_cache():
     model, batch = build(rounded), batch_of(rounded, rows)
     plain, cache = model.score(batch), CachedModel(model).prefill(batch)
     assert cache.mixer.stacks[0][0].keys[0].dtype == torch.bfloat16
-    found = CachedModel(model).score(batch, cache)
-    assert (found - want).norm() <= 1.5 * (plain - want).norm() + 1e-3 * want.norm()
+    actual = CachedModel(model).score(batch, cache)
+    assert (actual - want).norm() <= 1.5 * (plain - want).norm() + 1e-3 * want.norm()
 
 
 @torch.no_grad()
@@ -251,14 +251,14 @@ def test_a_side_looks_up_nothing_of_the_other():
     pipeline = pipeline_of(*RANKERS["channels"])
     model, split = build(pipeline), UserCandidateSplit(pipeline)
     batch = batch_of(pipeline, random_rows(pipeline, SIZES))
-    counts = {name: len(found) for name, found in model.embed(batch).items()}
+    counts = {name: len(actual) for name, actual in model.embed(batch).items()}
     for side, kept in (
         (split.users(batch), lambda name: not name.startswith("candidate_")),
         (split.candidates(batch), lambda name: name.startswith("candidate_")),
         (split.events(batch), lambda name: name.startswith("uih_")),
     ):
-        found = {name: len(vectors) for name, vectors in model.embed(side).items()}
-        assert found == {name: count if kept(name) else 0 for name, count in counts.items()}
+        actual = {name: len(vectors) for name, vectors in model.embed(side).items()}
+        assert actual == {name: count if kept(name) else 0 for name, count in counts.items()}
         assert side.ids.stride() == len(SIZES)
     # Splitting again changes nothing.
     again = split.users(split.users(batch))

@@ -54,9 +54,9 @@ def test_a_cpu_takes_the_cache_for_long_lists_and_the_scores_are_equal(pipeline,
     program = Watched(model)
     door = Scorer(program, pipeline, cached_piece=8)
     assert door.way(batch) is way
-    found, expected = door.score(batch), model(batch)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.scores(), model.score(batch), rtol=1e-5, atol=1e-5)
+    actual, expected = door.score(batch), model(batch)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.scores(), model.score(batch), rtol=1e-5, atol=1e-5)
     # By eights: 2, 1; 7 alone; 8 and 4 of the twelve; 3 beside the 4. A row without candidates has no piece.
     pieces = [[2, 1], [7], [8], [4, 3]]
     assert program.asked == (["run"] if way is Way.ONE_PASS else ["prefill", *pieces])
@@ -70,8 +70,8 @@ def test_multi_valued_candidates_stay_with_their_values():
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
     program = EagerModel(model)
     for size in (1, 3, 5):
-        found = Scorer(program, pipeline, size).score_cached(batch, program.prefill(batch))
-        torch.testing.assert_close(found.scores(), model.score(batch), rtol=1e-5, atol=1e-5)
+        actual = Scorer(program, pipeline, size).score_cached(batch, program.prefill(batch))
+        torch.testing.assert_close(actual.scores(), model.score(batch), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["on a GPU", "not allowed", "no candidates", "a mixer without a cache"])
@@ -108,5 +108,5 @@ def test_evaluation_takes_the_cache_for_long_lists_and_finds_the_same_numbers(mo
     expected = evaluate(model, loader, torch.device("cpu"))
     assert prefilled == [] and "loss" in expected
     monkeypatch.setattr(scorer, "ONE_PASS", 11)
-    found = evaluate(model, loader, torch.device("cpu"))
-    assert len(prefilled) == 2 and found == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    actual = evaluate(model, loader, torch.device("cpu"))
+    assert len(prefilled) == 2 and actual == pytest.approx(expected, rel=1e-5, nan_ok=True)

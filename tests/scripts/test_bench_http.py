@@ -68,33 +68,33 @@ def measured(pause: float, bodies: list[bytes], rate: float, seconds: float, con
         served = Server(pause)
         listening = await asyncio.start_server(served, bench_http.HOST, 0)
         client = Client(listening.sockets[0].getsockname()[1], connections)
-        found = await offer(client, "/x", bodies, rate, seconds)
+        actual = await offer(client, "/x", bodies, rate, seconds)
         client.close()
         listening.close()
-        return found, served
+        return actual, served
 
     return asyncio.run(run())
 
 
 def test_latency_counts_from_the_time_at_which_a_request_was_due():
     # 20 ms a request, one at a time, and 100 requests/s: request i of n waits for those before it.
-    found, served = measured(0.02, [b"200"], 100.0, 0.3, 1)
+    actual, served = measured(0.02, [b"200"], 100.0, 0.3, 1)
     count = len(list(arrivals(100.0, 0.3)))
-    assert found.statuses == {"200": count} and served.connections == 1
+    assert actual.statuses == {"200": count} and served.connections == 1
     last = list(arrivals(100.0, 0.3))[-1]
-    assert max(found.seconds) >= 0.02 * count - last
-    assert found.throughput <= 50
+    assert max(actual.seconds) >= 0.02 * count - last
+    assert actual.throughput <= 50
 
 
 def test_failures_are_counted_and_are_no_latencies():
-    found, _ = measured(0.0, [b"200", b"503", b"cut"], 300.0, 0.1, 4)
+    actual, _ = measured(0.0, [b"200", b"503", b"cut"], 300.0, 0.1, 4)
     count = len(list(arrivals(300.0, 0.1)))
-    assert found.statuses == {
+    assert actual.statuses == {
         "200": -(-count // 3),
         "503": -(-(count - 1) // 3),
         "ConnectionError": count // 3,
     }
-    assert len(found.seconds) == found.statuses["200"]
+    assert len(actual.seconds) == actual.statuses["200"]
 
 
 def test_a_soak_tells_how_memory_grows(monkeypatch, capsys):

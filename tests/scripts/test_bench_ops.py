@@ -89,7 +89,7 @@ def test_what_fails_is_a_wrong_case(monkeypatch, capsys):
 
 def test_a_backend_that_cannot_run_is_passed_over(capsys):
     assert bench_ops.main(["--backend", "triton", "--backend", "reference", "--repeats", "1"]) == 0
-    assert "tiny: triton is passed over: it needs" in capsys.readouterr().out
+    assert "tiny: triton is skipped: it needs" in capsys.readouterr().out
 
 
 @pytest.mark.slow

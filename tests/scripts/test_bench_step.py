@@ -43,21 +43,21 @@ def pairs(history, window=None, prefix=0, kept=None):
     """Visible pairs of a row, counted one by one; only the newest `kept` events look."""
     kinds = [0] * CONTEXTUAL + [1] * history + [2] * SHAPE.candidates
     older = 0 if kept is None else history - kept
-    found = 0
+    actual = 0
     for i, query in enumerate(kinds):
         if CONTEXTUAL <= i < CONTEXTUAL + older:
             continue
         for j, key in enumerate(kinds):
             if key == 0:
-                found += 1
+                actual += 1
             elif key == 1 and query == 1:
                 inside = window is None or i - j < window or j - CONTEXTUAL < prefix
-                found += j <= i and inside
+                actual += j <= i and inside
             elif key == 1:
-                found += 1
+                actual += 1
             else:
-                found += i == j
-    return found
+                actual += i == j
+    return actual
 
 
 def layer_flop(history, window=None, prefix=0, kept=None):
@@ -101,7 +101,7 @@ def test_all_rows_are_as_long_as_asked_and_channels_hold_half_of_the_events_each
 def test_layers_and_width_are_the_same_in_all_variants():
     for name in VARIANTS:
         mixer = variant_of(base(), name, SHAPE).model.ranker.mixer
-        stacks = [one.hstu for one in mixer.mixture.stacks] or [mixer.hstu]
+        stacks = [item.hstu for item in mixer.mixture.stacks] or [mixer.hstu]
         assert len(stacks) == (2 if "channels" in name else 1)
         for stack in stacks:
             assert sum(group.num_layers for group in stack.layer_groups) == LAYERS
@@ -113,10 +113,10 @@ def test_layers_and_width_are_the_same_in_all_variants():
 def test_every_variant_becomes_a_record(tmp_path, capsys):
     assert bench_step.main([*FLAGS, "--record", str(tmp_path / "new" / "record.json")]) == 0
     records = json.loads((tmp_path / "new" / "record.json").read_text())
-    assert [one["variant"] for one in records] == list(VARIANTS)
-    for one in records:
-        assert one["ok"] and one["commit"] == "abc" and one["num_layers"] == LAYERS
-        assert one["tflops"] == pytest.approx(one["useful_gflop"] / one["ms"])
+    assert [entry["variant"] for entry in records] == list(VARIANTS)
+    for entry in records:
+        assert entry["ok"] and entry["commit"] == "abc" and entry["num_layers"] == LAYERS
+        assert entry["tflops"] == pytest.approx(entry["useful_gflop"] / entry["ms"])
     assert records[0]["speedup"] == 1 and records[0]["tokens"] == 2 * (CONTEXTUAL + 24 + 3)
     lines = capsys.readouterr().out.splitlines()
     assert [line[:30].strip() for line in lines[2:]] == list(VARIANTS) and "reference" in lines[0]
@@ -127,8 +127,8 @@ def test_a_variant_that_is_wrong_is_not_timed(monkeypatch, tmp_path, capsys):
 
     def off(model, batch):
         calls.append(model)
-        found = right(model, batch)
-        return [part * 1.1 for part in found] if len(calls) == 1 else found
+        actual = right(model, batch)
+        return [part * 1.1 for part in actual] if len(calls) == 1 else actual
 
     monkeypatch.setattr(bench_step, "loss_and_gradients", off)
     chosen = ["--variant", "semi-local", "--variant", "truncation", "--record", str(tmp_path / "r.json")]

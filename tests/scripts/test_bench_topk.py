@@ -17,11 +17,11 @@ def test_a_line_for_exact_search_and_each_index(tmp_path, capsys):
     flags = [*FLAGS, "--index", "Flat", "--index", "IVF16,Flat nprobe=2", "--commit", "abc"]
     assert bench_topk.main([*flags, "--record", str(path)]) == 0
     records = json.loads(path.read_text())
-    assert [one["search"] for one in records] == ["exact", "Flat", "IVF16,Flat nprobe=2"]
-    assert [one["backend"] for one in records] == ["reference", None, None]
-    assert [one["recall"] for one in records[:2]] == [None, 1.0]
+    assert [entry["search"] for entry in records] == ["exact", "Flat", "IVF16,Flat nprobe=2"]
+    assert [entry["backend"] for entry in records] == ["reference", None, None]
+    assert [entry["recall"] for entry in records[:2]] == [None, 1.0]
     assert 0.2 < records[2]["recall"] < 1
-    assert all(one["milliseconds"] > 0 and one["commit"] == "abc" for one in records)
+    assert all(entry["milliseconds"] > 0 and entry["commit"] == "abc" for entry in records)
     assert capsys.readouterr().out.count("3,000 x 8, 20 queries, top 4: ") == 3
 
 
@@ -30,28 +30,28 @@ def test_types_and_backends(tmp_path):
     backends = ["--backend", "auto", "--backend", "reference"]
     assert bench_topk.main([*FLAGS, *backends, "--dtype", "bfloat16", "--record", str(path)]) == 0
     records = json.loads(path.read_text())
-    assert [(one["backend"], one["dtype"]) for one in records] == [("reference", "bfloat16")] * 2
+    assert [(entry["backend"], entry["dtype"]) for entry in records] == [("reference", "bfloat16")] * 2
 
 
 def test_faults():
     problem = bench_topk.make(500, 8, 5, 3, 2)
-    found = top_k(problem.queries, problem.items, 3, **problem.gone())
-    assert bench_topk.fault(problem, found, exact=True) is None
+    actual = top_k(problem.queries, problem.items, 3, **problem.gone())
+    assert bench_topk.fault(problem, actual, exact=True) is None
     worse = top_k(problem.queries, problem.items, 4, **problem.gone())
     second = TopK(worse.scores[:, 1:], worse.items[:, 1:])
     assert bench_topk.fault(problem, second, exact=False) is None
     assert "better items" in bench_topk.fault(problem, second, exact=True)
-    twice = TopK(found.scores[:, [0, 0, 1]], found.items[:, [0, 0, 1]])
+    twice = TopK(actual.scores[:, [0, 0, 1]], actual.items[:, [0, 0, 1]])
     gone = problem.removed.view(5, 2)
     removed = TopK(torch.zeros(5, 2), gone)
-    for wrong in (twice, removed, TopK(found.scores + 1e-3, found.items)):
+    for wrong in (twice, removed, TopK(actual.scores + 1e-3, actual.items)):
         assert "twice or removed" in bench_topk.fault(problem, wrong, exact=False)
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
     def wrong(queries, items, k, **gone):
-        found = top_k(queries, items, k + 1, **gone)
-        return TopK(found.scores[:, 1:], found.items[:, 1:])
+        actual = top_k(queries, items, k + 1, **gone)
+        return TopK(actual.scores[:, 1:], actual.items[:, 1:])
 
     monkeypatch.setattr(bench_topk, "top_k", wrong)
     assert bench_topk.main(FLAGS) == 1

@@ -33,7 +33,7 @@ def check(folder, *arguments, broken="nothing of it", **environment):
 
 
 def benches(calls):
-    return [found[1] for call in calls if (found := re.match(r"scripts/bench_(\w+)\.py ", call))]
+    return [actual[1] for call in calls if (actual := re.match(r"scripts/bench_(\w+)\.py ", call))]
 
 
 def test_it_runs_the_gpu_tests_and_every_benchmark_into_one_folder(tmp_path):
@@ -117,9 +117,9 @@ def test_all_benchmarks_end_in_one_form(tmp_path, capsys):
     for name, entries in written.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(entries))
     assert gpu_records.main([str(tmp_path)]) == 1  # some are wrong
-    found = json.loads((tmp_path / "record.json").read_text())
-    assert all(list(entry) == list(gpu_records.FIELDS) for entry in found)
-    lines = [tuple(entry[field] for field in gpu_records.FIELDS[:8]) for entry in found]
+    actual = json.loads((tmp_path / "record.json").read_text())
+    assert all(list(entry) == list(gpu_records.FIELDS) for entry in actual)
+    lines = [tuple(entry[field] for field in gpu_records.FIELDS[:8]) for entry in actual]
     assert lines == [
         ("hstu_attention", "triton", "B2 L3 D4", "bwd", 2.0, 1.5, 7.0, True),
         ("linear_logp", "triton", "B2 L3 D4", "bwd", 2.0, 1.5, 9.0, True),
@@ -137,4 +137,4 @@ def test_all_benchmarks_end_in_one_form(tmp_path, capsys):
 
 def test_nothing_to_put_together_is_named(tmp_path, capsys):
     assert gpu_records.main([str(tmp_path)]) == 1
-    assert "there is nothing to put together; expected are ops.json, stu.json" in capsys.readouterr().err
+    assert "there is nothing to merge; expected ops.json, stu.json" in capsys.readouterr().err

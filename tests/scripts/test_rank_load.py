@@ -28,12 +28,12 @@ def test_loads(ranks):
         rows = ShardedRowLayout(len(lookups[name]) - 1, name).row_of(np.arange(len(lookups[name]) - 1))
         for place, row in enumerate(rows.tolist()):
             moved[name][row] = int(lookups[name][1 + place])
-    found = rank_load.rank_load(lookups, {"a", "c"}, ranks)
-    assert found.listed == pytest.approx(busiest(lookups, ranks))
-    assert found.dealt == pytest.approx(busiest(moved, ranks))
+    actual = rank_load.rank_load(lookups, {"a", "c"}, ranks)
+    assert actual.listed == pytest.approx(busiest(lookups, ranks))
+    assert actual.dealt == pytest.approx(busiest(moved, ranks))
     hottest = max(int(counts.max()) for counts in lookups.values())
     total = sum(int(counts.sum()) for counts in lookups.values())
-    assert found.limit == pytest.approx(max(1, hottest * ranks / total))
+    assert actual.limit == pytest.approx(max(1, hottest * ranks / total))
 
 
 def test_the_tool_counts_every_lookup(capsys):

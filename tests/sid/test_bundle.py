@@ -44,38 +44,38 @@ def test_items_that_no_source_knows_share_the_first_code_and_are_counted_below()
 
 def test_new_items_get_digits_that_nobody_has():
     old, digits = np.array([[1], [1], [2]]), np.array([0, 2, 1])
-    found = collisions.free_digits(np.array([[1], [2], [1], [3], [2]]), old, digits)
-    whole = list(zip([1, 1, 2, 1, 2, 1, 3, 2], [*digits.tolist(), *found.tolist()], strict=True))
+    actual = collisions.free_digits(np.array([[1], [2], [1], [3], [2]]), old, digits)
+    whole = list(zip([1, 1, 2, 1, 2, 1, 3, 2], [*digits.tolist(), *actual.tolist()], strict=True))
     assert len(set(whole)) == len(whole)
-    assert found[3] == 0
+    assert actual[3] == 0
 
 
 def test_statistics_are_those_of_the_formulas():
     generator = np.random.default_rng(0)
     codes = generator.integers(0, 5, (60, 2)) % np.array([4, 5])
     digits = collisions.extra_digits(codes)
-    found = statistics.code_statistics(codes, digits, 5)
+    actual = statistics.code_statistics(codes, digits, 5)
     counts = Counter(map(tuple, codes.tolist()))
-    assert found.distinct == len(counts) / 60
-    assert found.alone == sum(counts[tuple(code)] == 1 for code in codes.tolist()) / 60
-    assert found.shared == sum(count > 1 for count in counts.values()) and found.largest == max(
+    assert actual.distinct == len(counts) / 60
+    assert actual.alone == sum(counts[tuple(code)] == 1 for code in codes.tolist()) / 60
+    assert actual.shared == sum(count > 1 for count in counts.values()) and actual.largest == max(
         counts.values()
     )
-    assert found.unique == 1
-    for place, level in enumerate(found.levels):
+    assert actual.unique == 1
+    for place, level in enumerate(actual.levels):
         share = [count / 60 for count in Counter(codes[:, place].tolist()).values()]
         assert level.entropy == pytest.approx(-sum(p * math.log2(p) for p in share))
         assert level.perplexity == pytest.approx(math.exp(-sum(p * math.log(p) for p in share)))
-    assert found.levels[0].dead >= 1
+    assert actual.levels[0].dead >= 1
 
 
 def test_what_codes_keep_is_what_loops_find():
     vectors = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     fitted = RqKmeans.fit(vectors, levels=2, size=4, balanced=False, seed=0)
-    found = statistics.kept(vectors, fitted.codes, fitted.quantizer, ordered=True)
+    actual = statistics.kept(vectors, fitted.codes, fitted.quantizer, ordered=True)
     codes, decoded = fitted.codes.numpy(), fitted.quantizer.decode(fitted.codes).double().numpy()
     exact = vectors.double().numpy()
-    assert found.error == pytest.approx(((decoded - exact) ** 2).sum() / (exact**2).sum(), rel=1e-5)
+    assert actual.error == pytest.approx(((decoded - exact) ** 2).sum() / (exact**2).sum(), rel=1e-5)
 
     def near(matrix: np.ndarray, row: int) -> list[int]:
         cosine = matrix @ matrix[row] / np.linalg.norm(matrix, axis=1)
@@ -83,9 +83,9 @@ def test_what_codes_keep_is_what_loops_find():
 
     first = [codes[row, 0] == codes[other, 0] for row in range(40) for other in near(exact, row)]
     both = [(codes[row] == codes[other]).all() for row in range(40) for other in near(exact, row)]
-    assert found.neighbours == pytest.approx([np.mean(first), np.mean(both)])
+    assert actual.neighbours == pytest.approx([np.mean(first), np.mean(both)])
     pairs = [codes[i, 0] == codes[j, 0] for i in range(40) for j in range(40) if i != j]
-    assert found.chance[0] == pytest.approx(np.mean(pairs))
+    assert actual.chance[0] == pytest.approx(np.mean(pairs))
 
 
 @pytest.fixture

@@ -42,14 +42,14 @@ def test_a_chain_of_residuals_by_hand():
 def test_centroids_are_means_and_as_good_as_those_of_scikit_learn():
     cluster = pytest.importorskip("sklearn.cluster")
     vectors = blobs(600, centers=10).double()
-    found = kmeans.kmeans(vectors, 10, torch.Generator().manual_seed(0))
+    actual = kmeans.kmeans(vectors, 10, torch.Generator().manual_seed(0))
     for place in range(10):
-        own = vectors[found.assigned == place]
-        torch.testing.assert_close(found.centroids[place], own.mean(0))
+        own = vectors[actual.assigned == place]
+        torch.testing.assert_close(actual.centroids[place], own.mean(0))
     losses = []
     for seed in range(8):
-        found = kmeans.kmeans(vectors, 10, torch.Generator().manual_seed(seed))
-        losses.append(float((vectors - found.centroids[found.assigned]).square().sum()))
+        actual = kmeans.kmeans(vectors, 10, torch.Generator().manual_seed(seed))
+        losses.append(float((vectors - actual.centroids[actual.assigned]).square().sum()))
     inertias = [
         cluster.KMeans(10, n_init=1, random_state=seed, max_iter=25).fit(vectors.numpy()).inertia_
         for seed in range(8)

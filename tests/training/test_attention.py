@@ -68,11 +68,11 @@ def test_weights_are_those_of_the_formula(mask, form):
         expected = oracle.softmax(q, k, one_hot, [SAMPLE], mask, 0.7)
     else:
         expected = oracle.hstu(q, k, one_hot, [SAMPLE], mask, 0.7, 6.0, call.bias)
-    found = attention_weights(call, rows)
-    torch.testing.assert_close(found.double(), expected[rows].transpose(0, 1), rtol=1e-5, atol=1e-6)
+    actual = attention_weights(call, rows)
+    torch.testing.assert_close(actual.double(), expected[rows].transpose(0, 1), rtol=1e-5, atol=1e-6)
     seen = [[oracle.sees(SAMPLE, i, j, mask) for j in range(SAMPLE.length)] for i in rows.tolist()]
     assert visible_keys(call, rows).tolist() == seen
-    assert not found[:, ~visible_keys(call, rows)].any()
+    assert not actual[:, ~visible_keys(call, rows)].any()
 
 
 def record(model, batch, most: int = 3):

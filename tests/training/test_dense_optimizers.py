@@ -203,7 +203,7 @@ def test_a_pattern_that_fits_nothing_is_refused_with_the_nearest_one(pattern, hi
     with pytest.raises(ConfigError) as caught:
         dense_optimizer(Small(), config)
     path = "train.dense_optimizer.groups[0].parameters[1]"
-    assert caught.value.findings == [f"{path}: {pattern!r} fits none of 4 names. {hint}"]
+    assert caught.value.findings == [f"{path}: {pattern!r} matches none of the 4 names. {hint}"]
 
 
 class Partial(DenseOptimizer):
@@ -233,7 +233,7 @@ class Counting(torch.optim.SGD):
         (
             lambda groups: [Counting([group.for_torch() for group in groups], lr=0)],
             TypeError,
-            "AdamW: entry count of its state for tower.0.weight is not a tensor, so it cannot be saved",
+            "AdamW: its state for tower.0.weight has entries that are not tensors: count",
         ),
     ],
 )

@@ -61,11 +61,11 @@ def test_slices_of_a_ranker_are_metrics_over_their_rows():
     pipeline, model, rows = a_ranker()
     _, results = look(pipeline, model, rows[:4], rows[4:])
     ranges = [(0, 0), (1, 10), (11, 40)]
-    assert [(one.shortest, one.longest) for one in results.slices] == ranges
-    for one, (first, last) in zip(results.slices, ranges, strict=True):
+    assert [(item.shortest, item.longest) for item in results.slices] == ranges
+    for item, (first, last) in zip(results.slices, ranges, strict=True):
         mine = [row for row in rows if first <= len(row.uih_timestamps) <= last and row.weight]
-        assert one.rows == len(mine)
-        assert one.candidates == sum(len(row.candidate_timestamps) for row in mine)
+        assert item.rows == len(mine)
+        assert item.candidates == sum(len(row.candidate_timestamps) for row in mine)
         clicks, errors, total, weighed = [], 0.0, 0.0, 0.0
         for row in mine:
             if not row.candidate_timestamps:
@@ -78,13 +78,13 @@ def test_slices_of_a_ranker_are_metrics_over_their_rows():
                 weighed += row.weight
             for p, y in zip(said["seconds"].tolist(), row.labels["seconds"], strict=True):
                 errors += row.weight * abs(p - y)
-        assert one.metrics["click/log_loss"] == pytest.approx(total / weighed, rel=1e-4)
-        assert one.metrics["seconds/mae"] == pytest.approx(errors / weighed, rel=1e-4)
+        assert item.metrics["click/log_loss"] == pytest.approx(total / weighed, rel=1e-4)
+        assert item.metrics["seconds/mae"] == pytest.approx(errors / weighed, rel=1e-4)
         pairs = [
             ((p > q) + (p == q) / 2, v * w) for p, y, v in clicks for q, z, w in clicks if y == 1 and z == 0
         ]
         weight = sum(w for _, w in pairs)
-        assert one.metrics["click/auc"] == pytest.approx(sum(x * w for x, w in pairs) / weight, rel=1e-6)
+        assert item.metrics["click/auc"] == pytest.approx(sum(x * w for x, w in pairs) / weight, rel=1e-6)
 
 
 def test_calibration_is_of_the_binary_tasks_and_all_candidates():
@@ -97,14 +97,14 @@ def test_calibration_is_of_the_binary_tasks_and_all_candidates():
     weights = [row.weight for row in rows for _ in row.labels["click"]]
     kept = [(p, y, w) for p, y, w in zip(predictions, labels, weights, strict=True) if w]
     bins = results.calibration["click"]
-    assert sum(one.candidates for one in bins) == len(kept)
+    assert sum(item.candidates for item in bins) == len(kept)
     # Bins follow each other in the order of predictions: each is a run of the sorted candidates.
     ordered = iter(sorted(kept))
-    for one in bins:
-        part = [next(ordered) for _ in range(one.candidates)]
+    for item in bins:
+        part = [next(ordered) for _ in range(item.candidates)]
         weight = sum(w for *_, w in part)
-        assert one.predicted == pytest.approx(sum(p * w for p, _, w in part) / weight, rel=1e-6)
-        assert one.observed == pytest.approx(sum(y * w for _, y, w in part) / weight)
+        assert item.predicted == pytest.approx(sum(p * w for p, _, w in part) / weight, rel=1e-6)
+        assert item.observed == pytest.approx(sum(y * w for _, y, w in part) / weight)
 
 
 def test_slices_of_a_retriever_are_metrics_over_their_queries():
@@ -131,7 +131,7 @@ def test_looking_closer_changes_no_metric():
     plain = evaluate(model, loader_of(pipeline, rows[:5], rows[5:]), CPU)
     metrics, results = look(pipeline, model, rows[:5], rows[5:], pictures=2)
     assert metrics == plain
-    assert [(one.sample, one.layer) for one in results.pictures] == [
+    assert [(item.sample, item.layer) for item in results.pictures] == [
         (f"row {row}", layer) for layer in (1, 2) for row in (3, 2)
     ]
     assert look(pipeline, model, rows)[1].pictures == []
@@ -140,12 +140,12 @@ def test_looking_closer_changes_no_metric():
 def test_nothing_undefined_is_written_as_a_number():
     pipeline, model, rows = a_ranker()
     with_one_class = [row.changed(labels={"click": [0.0] * 4, "seconds": [1.0] * 4}) for row in rows[6:7]]
-    found = look(pipeline, model, with_one_class)[1].to_json()
-    assert [one["rows"] for one in found["slices"]] == [0, 0, 1]
-    assert found["slices"][2]["history"] == [11, 40]
-    assert math.isnan(found["slices"][2]["metrics"]["click/auc"])
-    assert {one["observed"] for one in found["calibration"]["click"]} == {0.0}
-    json.dumps(found)
+    actual = look(pipeline, model, with_one_class)[1].to_json()
+    assert [entry["rows"] for entry in actual["slices"]] == [0, 0, 1]
+    assert actual["slices"][2]["history"] == [11, 40]
+    assert math.isnan(actual["slices"][2]["metrics"]["click/auc"])
+    assert {entry["observed"] for entry in actual["calibration"]["click"]} == {0.0}
+    json.dumps(actual)
 
 
 def work(rank: int, folder: str) -> None:
@@ -168,8 +168,8 @@ def test_two_ranks_find_what_one_does(tmp_path):
     run_ranks(work, str(tmp_path))
     expected = json.dumps(found_by(None))
     for rank in (0, 1):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert flat(found) == pytest.approx(flat(json.loads(expected)), rel=1e-6, nan_ok=True)
+        actual = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert flat(actual) == pytest.approx(flat(json.loads(expected)), rel=1e-6, nan_ok=True)
 
 
 def flat(value, path="") -> dict:

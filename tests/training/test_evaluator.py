@@ -88,8 +88,8 @@ def test_values_are_over_rows_and_the_random_numbers_go_on_as_before():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    found = evaluate(model, LOADER, torch.device("cpu"), max_batches=2)
-    assert found == {"auc": 3.0, "loss": 3.0 + 0.5 * 6.0, "loss/a": 3.0, "loss/b": 6.0}
+    actual = evaluate(model, LOADER, torch.device("cpu"), max_batches=2)
+    assert actual == {"auc": 3.0, "loss": 3.0 + 0.5 * 6.0, "loss/a": 3.0, "loss/b": 6.0}
     assert model.training
     assert torch.equal(torch.rand(4), expected)
 

@@ -29,9 +29,9 @@ def store() -> dist.Store:
 def test_the_ranks_of_an_attempt_meet_and_those_of_another_do_not(store):
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
         stores = attempt(store, order)
-        assert not any(one.check(["address"]) for one in stores)
+        assert not any(item.check(["address"]) for item in stores)
         stores[1].set("address", str(order))
-        assert [one.get("address").decode() for one in stores] == [str(order)] * 3
+        assert [item.get("address").decode() for item in stores] == [str(order)] * 3
 
 
 def test_a_rank_that_died_at_any_point_misleads_nobody(store):
@@ -40,7 +40,7 @@ def test_a_rank_that_died_at_any_point_misleads_nobody(store):
     store.set("answer/of one that died behind the answer", "an old word")
     stores = attempt(store, [0, 1, 2])
     stores[2].set("address", "new")
-    assert [one.get("address") for one in stores] == [b"new"] * 3
+    assert [item.get("address") for item in stores] == [b"new"] * 3
     assert not store.check(["address"]) and not dist.PrefixStore("an old word", store).check(["address"])
 
 

@@ -37,10 +37,10 @@ def test_half_a_cosine():
 def test_without_warm_up_the_first_step_has_the_peak_and_the_last_still_trains(decay):
     config = pb.Schedule()
     getattr(config, decay).SetInParent()
-    found = curve(config, 10, 11)
-    assert found[0] == 1 and found[5] == pytest.approx(0.5) and found[10] == pytest.approx(0, abs=1e-15)
-    assert found[9] > 0.02
-    assert found == sorted(found, reverse=True)
+    actual = curve(config, 10, 11)
+    assert actual[0] == 1 and actual[5] == pytest.approx(0.5) and actual[10] == pytest.approx(0, abs=1e-15)
+    assert actual[9] > 0.02
+    assert actual == sorted(actual, reverse=True)
 
 
 @pytest.mark.parametrize("config", [LINEAR, COSINE])

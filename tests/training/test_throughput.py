@@ -76,7 +76,7 @@ def test_peak_memory_is_what_the_system_says():
     held = torch.ones(64 * 2**20, dtype=torch.uint8)
     (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
     system = int(line.split()[1]) * 1024
-    found = peak_memory(torch.device("cpu"))
+    actual = peak_memory(torch.device("cpu"))
     del held
-    assert found == pytest.approx(system, rel=0.02)
-    assert peak_memory(torch.device("cpu")) >= found
+    assert actual == pytest.approx(system, rel=0.02)
+    assert peak_memory(torch.device("cpu")) >= actual

@@ -29,8 +29,8 @@ def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
             if field == "id.table" and name == feature.name:
                 continue
             if name and not _NAME.match(name):
-                what = f"{name!r} is given; use letters, digits and _, no digit first"
-                yield Finding(f"{path}.{field}", what)
+                problem = f"{name!r} is given; use letters, digits and _, no digit first"
+                yield Finding(f"{path}.{field}", problem)
         if feature.name in seen:
             first = seen[feature.name]
             yield Finding(
@@ -39,8 +39,8 @@ def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
         seen.setdefault(feature.name, index)
         prefix = next((x for x in f.PREFIX.values() if x and feature.name.startswith(x)), None)
         if prefix and pb.USER in feature.sides:
-            what = f"{feature.name!r} is a USER feature, and {prefix} begins the columns of another side"
-            yield Finding(f"{path}.name", f"{what}; rename it")
+            problem = f"{feature.name!r} is a USER feature, but {prefix} begins the columns of another side"
+            yield Finding(f"{path}.name", f"{problem}; rename it")
         if len(set(feature.sides)) < len(feature.sides):
             yield Finding(f"{path}.sides", "a side is named twice; name each once")
 
@@ -75,7 +75,7 @@ def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if task.label in inputs:
             yield Finding(
                 f"{path}.label",
-                f"{task.label} is also an input: the model would read the answer; drop the feature",
+                f"{task.label} is also an input: the model would read the answer; remove the feature",
             )
         if task.label in _RESERVED:
             yield Finding(
@@ -94,11 +94,11 @@ def _weights(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for column, path in model.weight_columns():
         if f.side_of(column) not in model.weight_sides:
             lists = " or ".join(f"{f.PREFIX[side]}*" for side in model.weight_sides if f.PREFIX[side])
-            what = f"{column} is given; a {model.kind} has weights in lists {lists}, or one number per row"
-            yield Finding(path, what)
+            problem = f"{column} is given; a {model.kind} has weights in lists {lists}, or one number per row"
+            yield Finding(path, problem)
         if column in inputs:
-            what = f"{column} is also the column of a feature; write the weights to a column of their own"
-            yield Finding(path, what)
+            problem = f"{column} is also the column of a feature; write the weights to a column of their own"
+            yield Finding(path, problem)
         if column in _RESERVED:
             yield Finding(path, f"{column} holds {_RESERVED[column]}; choose another column")
         if column in bits:
@@ -115,13 +115,15 @@ def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
         earlier = first.setdefault(task.label, index)
         if task.label and bool(tasks[earlier].label_bits) != bool(task.label_bits):
             forms = ("its bits", "it as a number") if task.label_bits else ("it as a number", "its bits")
-            what = f"{task.label} is one column; this task reads {forms[0]}, tasks[{earlier}] {forms[1]}"
-            yield Finding(f"{path}.label_bits", f"{what}; give them columns of their own")
+            problem = f"{task.label} is one column; this task reads {forms[0]}, tasks[{earlier}] {forms[1]}"
+            yield Finding(f"{path}.label_bits", f"{problem}; give them columns of their own")
         if len(set(task.label_bits)) < len(task.label_bits):
             yield Finding(f"{path}.label_bits", "a bit is named twice; name each once")
         if task.label_bits and loss_kind(task.loss) == "regression":
-            what = "bits make labels 0 and 1, but the loss is a regression loss"
-            yield Finding(f"{path}.label_bits", f"{what}; drop them or choose a loss of binary labels")
+            problem = "bits make labels 0 and 1, but the loss is a regression loss"
+            yield Finding(
+                f"{path}.label_bits", f"{problem}; remove label_bits, or choose a loss of binary labels"
+            )
 
 
 def _predictions(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -134,13 +136,13 @@ def _predictions(pipeline: pb.Pipeline) -> Iterator[Finding]:
         taken[f.candidate_item(pipeline) or ""] = "the candidates"
         for index, task in enumerate(model.tasks):
             if task.name and task.name in taken:
-                what = f"{task.name!r} is also a column of predictions, that of {taken[task.name]}"
-                yield Finding(f"{model.path}.tasks[{index}].name", f"{what}; choose another name")
+                problem = f"{task.name!r} is also a column of predictions, that of {taken[task.name]}"
+                yield Finding(f"{model.path}.tasks[{index}].name", f"{problem}; choose another name")
     else:
         for name in (model.item_feature, f.SCORE):
             if name in taken:
-                what = f"{name!r} is also what predictions call recommended items or their scores"
-                yield Finding("data.key_columns", f"{what}; rename this column")
+                problem = f"{name!r} is also what predictions call recommended items or their scores"
+                yield Finding("data.key_columns", f"{problem}; rename this column")
 
 
 def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -180,15 +182,17 @@ def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
         kind = "id" if feature.HasField("id") else "numeric.bucketize"
         width = feature.id.embedding_dim if kind == "id" else feature.numeric.bucketize.embedding_dim
         if width > 0 and width % 4:
-            what = (
+            problem = (
                 f"{width} is given; the width of a sharded table must be a multiple of 4. Change it, or set"
             )
             place = f"features[{index}].{kind}.embedding_dim"
-            yield Finding(place, f"{what} model.embedding.placement: REPLICATED")
+            yield Finding(place, f"{problem} model.embedding.placement: REPLICATED")
 
 
-def _disagree(table: str, first_index: int, mine: object, theirs: object) -> str:
-    return f"{mine}, but features[{first_index}] of the same table {table} has {theirs}; make them equal"
+def _disagree(table: str, first_index: int, value: object, first_value: object) -> str:
+    return (
+        f"{value}, but features[{first_index}] of the same table {table} has {first_value}; make them equal"
+    )
 
 
 def _mapping(feature: pb.Feature) -> str:
@@ -211,7 +215,7 @@ def _vocabularies(pipeline: pb.Pipeline) -> Iterator[Finding]:
 def _increasing(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for index, feature in enumerate(pipeline.features):
         limits = feature.numeric.bucketize.boundaries
-        if any(left >= right for left, right in zip(limits, limits[1:], strict=False)):
+        if any(low >= high for low, high in zip(limits, limits[1:], strict=False)):
             yield Finding(f"features[{index}].numeric.bucketize.boundaries", "they must increase")
 
 
@@ -220,22 +224,24 @@ def _csv(pipeline: pb.Pipeline) -> Iterator[Finding]:
         csv, path = getattr(pipeline.data, name).csv, f"data.{name}.csv"
         if len(csv.delimiter) > 1 or csv.delimiter in ('"', "\n", "\r"):
             yield Finding(
-                f"{path}.delimiter", f"{csv.delimiter!r} is given; it must be one character, no quote"
+                f"{path}.delimiter",
+                f"{csv.delimiter!r} is given; it must be one character other than a quote",
             )
         if csv.delimiter == csv.list_delimiter:
             yield Finding(
-                f"{path}.list_delimiter", "the same as delimiter; lists could not be told from columns"
+                f"{path}.list_delimiter",
+                "the same as delimiter, so lists could not be told from columns; change one",
             )
 
 
 def _synthetic(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for name in ("train", "validation", "test"):
         source, path = getattr(pipeline.data, name).synthetic, f"data.{name}.synthetic"
-        for what in ("history_len", "candidates"):
-            smallest, largest = getattr(source, f"min_{what}"), getattr(source, f"max_{what}")
+        for quantity in ("history_len", "candidates"):
+            smallest, largest = getattr(source, f"min_{quantity}"), getattr(source, f"max_{quantity}")
             if smallest > largest:
                 yield Finding(
-                    f"{path}.min_{what}", f"{smallest} is given, above max_{what}, which is {largest}"
+                    f"{path}.min_{quantity}", f"{smallest} is given, above max_{quantity}, which is {largest}"
                 )
 
 

@@ -14,14 +14,14 @@ def _replicated(pipeline: pb.Pipeline) -> Iterator[Finding]:
         return
     for field in ("sparse_optimizer", "sharding"):
         if pipeline.train.HasField(field):
-            what = "without effect: REPLICATED tables are trained by train.dense_optimizer"
-            yield Finding(f"train.{field}", what)
+            problem = "without effect: REPLICATED tables are trained by train.dense_optimizer"
+            yield Finding(f"train.{field}", problem)
 
 
 def _accumulation(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if pipeline.train.accumulate_batches > 1 and sharded(pipeline):
-        what = "holds for dense parameters only: sharded tables are updated by every batch"
-        yield Finding("train.accumulate_batches", what)
+        problem = "applies to dense parameters only: sharded tables are updated by every batch"
+        yield Finding("train.accumulate_batches", problem)
 
 
 def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -35,19 +35,20 @@ def behind_the_end(pipeline: pb.Pipeline, steps: int) -> Iterator[Finding]:
     The number of steps of a run of epochs is known only when its training rows have been counted.
     """
     train = pipeline.train
-    warmup, every = train.schedule.warmup_steps, train.evaluation.every_steps
+    warmup, evaluation_steps = train.schedule.warmup_steps, train.evaluation.every_steps
     if warmup >= steps:
-        what = "so it ends while the learning rate still grows; reduce it"
+        problem = "so it ends while the learning rate is still rising; reduce it"
         yield Finding(
-            "train.schedule.warmup_steps", f"{warmup} is given and the run has {steps} steps, {what}"
+            "train.schedule.warmup_steps", f"{warmup} is given and the run has {steps} steps, {problem}"
         )
-    if pipeline.data.HasField("validation") and every > steps:
-        what = "so the model is evaluated only once, at the end; reduce it"
+    if pipeline.data.HasField("validation") and evaluation_steps > steps:
+        problem = "so the model is evaluated only once, at the end; reduce it"
         yield Finding(
-            "train.evaluation.every_steps", f"{every} is given and the run has {steps} steps, {what}"
+            "train.evaluation.every_steps",
+            f"{evaluation_steps} is given and the run has {steps} steps, {problem}",
         )
-    if what := _never_averaged(train, steps):
-        yield Finding("train.weight_averaging", what)
+    if problem := _never_averaged(train, steps):
+        yield Finding("train.weight_averaging", problem)
 
 
 def _never_averaged(train: pb.Train, steps: int) -> str | None:
@@ -78,8 +79,8 @@ def _tails(pipeline: pb.Pipeline) -> Iterator[Finding]:
             continue
         kept = message.tail_len * (factor if message.tail_unit == pb.EVENTS else 1)
         if kept >= pipeline.data.max_history_len * factor:
-            what = "without effect: no history is longer, see data.max_history_len"
-            yield Finding(f"{path}.tail_len", what)
+            problem = "without effect: no history is longer, see data.max_history_len"
+            yield Finding(f"{path}.tail_len", problem)
 
 
 def _single_valued(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -91,8 +92,10 @@ def _single_valued(pipeline: pb.Pipeline) -> Iterator[Finding]:
 def _untrained_row(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for index, feature in enumerate(pipeline.features):
         if feature.id.HasField("vocabulary") and feature.id.vocabulary.unknown_rate == 0:
-            what = "0 is given: the row of ids that are not in the vocabulary is never trained, so such an id"
-            yield Finding(f"features[{index}].id.vocabulary.unknown_rate", f"{what} gets a random vector")
+            problem = (
+                "0 is given: the row of ids that are not in the vocabulary is never trained, so such an id"
+            )
+            yield Finding(f"features[{index}].id.vocabulary.unknown_rate", f"{problem} gets a random vector")
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -106,11 +109,11 @@ def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if not isinstance(message, (pb.JrcLoss, pb.PairwiseLoss)):
             continue
         if pipeline.data.HasField("max_candidates") and pipeline.data.max_candidates == 1:
-            what = "compares the candidates of a row, and data.max_candidates leaves one in each"
-            yield Finding(path, what)
+            problem = "compares the candidates of a row, and data.max_candidates leaves one in each"
+            yield Finding(path, problem)
         if message.pointwise_share == 0:
-            what = "0 is given: predictions order the candidates of a row, but their values mean nothing"
-            yield Finding(f"{path}.pointwise_share", what)
+            problem = "0 is given: predictions order the candidates of a row, but their values mean nothing"
+            yield Finding(f"{path}.pointwise_share", problem)
 
 
 def _index(pipeline: pb.Pipeline) -> Iterator[Finding]:

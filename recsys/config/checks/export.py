@@ -23,16 +23,16 @@ def _cached_scoring(pipeline: pb.Pipeline) -> Iterator[Finding]:
         return
     mixer = mixer_of(pipeline)
     if not model.reads_candidates("predict"):
-        what = (
+        problem = (
             f"a {model.kind} scores no candidates of a row, so there is nothing to cache; remove this setting"
         )
-        yield Finding(path, what)
+        yield Finding(path, problem)
     elif not model.keeps_cache:
         yield Finding(path, f"a {model.kind} cannot score with a cache; remove this setting")
     elif mixer is not None and not mixer.keeps_cache:
         name = mixer.path.removeprefix(f"{model.path}.")
-        what = f"{name} cannot score with a cache; remove this setting, or use"
-        yield Finding(path, f"{what} {' or '.join(caching_mixers())}")
+        problem = f"{name} cannot score with a cache; remove this setting, or use"
+        yield Finding(path, f"{problem} {' or '.join(caching_mixers())}")
 
 
 RULES = (_cached_scoring,)

@@ -53,8 +53,8 @@ def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
     field = fields.chosen(preprocessor_config) if preprocessor_config is not None else None
     if field is not None and model.kind not in choices.models(field):
         fitting = " or ".join(_fitting(pb.Preprocessor, choices.models, {model.kind}))
-        what = f"does not fit a {model.kind}; use {fitting}"
-        yield Finding(f"{model.path}.preprocessor.{fields.name_of(field)}", what)
+        problem = f"does not fit a {model.kind}; use {fitting}"
+        yield Finding(f"{model.path}.preprocessor.{fields.name_of(field)}", problem)
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -72,8 +72,8 @@ def _tasks(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if "/" in task.name or "." in task.name:
             yield Finding(path, f"{task.name!r} is given; leave out '/' and '.'")
     if model.tasks and all(task.weight == 0 for task in model.tasks):
-        what = "every weight is 0: nothing would be learned; give one task a weight"
-        yield Finding(f"{model.path}.tasks", what)
+        problem = "every weight is 0: nothing would be learned; give one task a weight"
+        yield Finding(f"{model.path}.tasks", problem)
 
 
 def _given(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -87,8 +87,8 @@ def _given(pipeline: pb.Pipeline) -> Iterator[Finding]:
         elif name and name not in tasks:
             yield Finding(path, f"no task is called {name!r}. {did_you_mean(name, tasks)}")
         elif name and choices.loss_kind(tasks[name].loss) == "regression":
-            what = f"{name!r} is a regression; only a task with labels 0 and 1 says which candidates count"
-            yield Finding(path, what)
+            problem = f"{name!r} is a regression; only a task with labels 0 and 1 says which candidates count"
+            yield Finding(path, problem)
 
 
 def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -97,9 +97,9 @@ def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if field is None or kind in kinds:
             continue
         unsaid = f"{field.file.name.removeprefix('recsys/')} does not say which labels it is for"
-        what = f"is a loss of {kind}" if kind else unsaid
+        problem = f"is a loss of {kind}" if kind else unsaid
         allowed = ", ".join(_fitting(pb.Loss, choices.labels, kinds))
-        yield Finding(f"{path}.{fields.name_of(field)}", f"{what}; use one of {allowed}")
+        yield Finding(f"{path}.{fields.name_of(field)}", f"{problem}; use one of {allowed}")
 
 
 def _fitting(
@@ -115,7 +115,7 @@ def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
     seen: dict[str, str] = {}
     for metric in metric_names(pipeline):
         if metric.name in seen:
-            yield Finding(metric.path, f"{metric.name} is also {seen[metric.name]}; drop one")
+            yield Finding(metric.path, f"{metric.name} is also {seen[metric.name]}; remove one")
         seen.setdefault(metric.name, metric.path)
 
 
@@ -126,8 +126,8 @@ def _fit(listed: MetricList) -> Iterator[Finding]:
         field = fields.chosen(metric)
         if field is not None and listed.kind not in choices.labels(field):
             allowed = ", ".join(_fitting(pb.Metric, choices.labels, {listed.kind}))
-            what = f"does not fit a {listed.kind} task; use one of {allowed}"
-            yield Finding(f"{listed.path}.metrics[{index}].{fields.name_of(field)}", what)
+            problem = f"does not fit a {listed.kind} task; use one of {allowed}"
+            yield Finding(f"{listed.path}.metrics[{index}].{fields.name_of(field)}", problem)
 
 
 def _groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -135,8 +135,8 @@ def _groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
         return
     for message, path in descend(pipeline.model, "model"):
         if isinstance(message, pb.Metric) and message.HasField("gauc"):
-            what = "needs to know the user of a row; set data.key_columns or data.group_column"
-            yield Finding(f"{path}.gauc", what)
+            problem = "needs to know the user of a row; set data.key_columns or data.group_column"
+            yield Finding(f"{path}.gauc", problem)
 
 
 def _mixer(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -152,18 +152,18 @@ def _layer_groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
             continue
         for field in ("num_layers", "mask"):
             if message.layer_groups and message.HasField(field):
-                what = "layer_groups is given too, where each group has its own; give one of the two"
-                yield Finding(f"{path}.{field}", what)
+                problem = "layer_groups is given too, where each group has its own; give one of the two"
+                yield Finding(f"{path}.{field}", problem)
         shortest = None
         for index, group in enumerate(message.layer_groups):
             if not group.HasField("tail_len"):
                 continue
             place = f"{path}.layer_groups[{index}].tail_len"
             if shortest is not None and group.tail_len > shortest:
-                what = (
+                problem = (
                     f"{group.tail_len} tokens are given; an earlier group leaves {shortest}, so at most that"
                 )
-                yield Finding(place, what)
+                yield Finding(place, problem)
             shortest = group.tail_len if shortest is None else min(shortest, group.tail_len)
 
 
@@ -174,8 +174,8 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if not family.kind:
         return
     if not model.HasField("max_seq_len"):
-        what = "cannot be derived, since data.max_candidates is not set; set one of the two"
-        yield Finding("model.max_seq_len", what)
+        problem = "cannot be derived, since data.max_candidates is not set; set one of the two"
+        yield Finding("model.max_seq_len", problem)
         return
     factor = tokens_per_event(pipeline)
     needed = factor * data.max_history_len
@@ -186,8 +186,8 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
         needed += contextual + candidates
         parts = f"{contextual} contextual tokens, {parts} and {candidates} candidates"
     if model.max_seq_len < needed:
-        what = f"{model.max_seq_len} is given; {parts} need {needed}: give it as much, or lower those"
-        yield Finding("model.max_seq_len", what)
+        problem = f"{model.max_seq_len} is given; {parts} need {needed}: raise it, or lower those"
+        yield Finding("model.max_seq_len", problem)
 
 
 RULES = (

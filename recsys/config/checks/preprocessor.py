@@ -11,8 +11,10 @@ def _interleaved(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if not isinstance(message, pb.ContextualPreprocessor) or message.HasField("action"):
             continue
         if message.action_placement == pb.ContextualPreprocessor.INTERLEAVED:
-            what = "INTERLEAVED makes a token of each action, and `action` is not set; set it, or use SUMMED"
-            yield Finding(f"{path}.action_placement", what)
+            problem = (
+                "INTERLEAVED makes a token of each action, and `action` is not set; set it, or use SUMMED"
+            )
+            yield Finding(f"{path}.action_placement", problem)
 
 
 def _content(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -41,25 +43,25 @@ def _user_features(pipeline: pb.Pipeline) -> Iterator[Finding]:
         return
     for message, path in descend(pipeline.model, "model"):
         if isinstance(message, (pb.ContextualizedMlp, pb.JoinedContextualTokens)):
-            yield Finding(path, "it is made of USER features, and no feature has this side; drop it")
+            yield Finding(path, "it is made of USER features, but no feature has this side; remove it")
 
 
 def _actions(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for message, path in descend(pipeline.model, "model"):
         if not isinstance(message, pb.ActionEncoder):
             continue
-        for what in ("bit", "name"):
+        for part in ("bit", "name"):
             seen: dict[object, int] = {}
             for index, bit in enumerate(message.bits):
-                value = getattr(bit, what)
+                value = getattr(bit, part)
                 if value in seen:
-                    place = f"{path}.bits[{index}].{what}"
+                    place = f"{path}.bits[{index}].{part}"
                     yield Finding(
-                        place, f"{value!r} is also {what} of bits[{seen[value]}]; each needs its own"
+                        place, f"{value!r} is also {part} of bits[{seen[value]}]; each needs its own"
                     )
                 seen.setdefault(value, index)
         limits = message.watch_time_thresholds
-        if any(left >= right for left, right in zip(limits, limits[1:], strict=False)):
+        if any(low >= high for low, high in zip(limits, limits[1:], strict=False)):
             yield Finding(join(path, "watch_time_thresholds"), "they must increase")
 
 
@@ -68,8 +70,8 @@ def _concatenated(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if not isinstance(message, pb.ActionEncoder) or not message.HasField("concatenated"):
             continue
         if not message.bits and not message.watch_time_thresholds:
-            what = "there is neither a bit nor a threshold to concatenate; name some, or drop it"
-            yield Finding(f"{path}.concatenated", what)
+            problem = "there is neither a bit nor a threshold to concatenate; add some, or remove it"
+            yield Finding(f"{path}.concatenated", problem)
 
 
 RULES = (_interleaved, _content, _user_features, _actions, _concatenated)

@@ -17,8 +17,8 @@ def device(pipeline: pb.Pipeline, kind: str) -> Iterator[Finding]:
     """Yields findings about settings that a device, `cpu` or `cuda`, does not support."""
     for name in _CUDA_ONLY:
         if kind == "cpu" and sharded(pipeline) and pipeline.train.sparse_optimizer.HasField(name):
-            what = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
-            yield Finding(f"train.sparse_optimizer.{name}", what)
+            problem = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
+            yield Finding(f"train.sparse_optimizer.{name}", problem)
 
 
 LIBRARIES = {"wandb": "wandb", "mlflow": "mlflow"}
@@ -30,8 +30,10 @@ def libraries(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for index, hook in enumerate(pipeline.train.hooks):
         field = fields.chosen(hook)
         if field is not None and field.name in LIBRARIES and not is_installed(LIBRARIES[field.name]):
-            what = f"python -m pip install 'generative-recsys[{field.name}]'"
-            yield Finding(f"train.hooks[{index}].{field.name}", f"the library is not installed; type: {what}")
+            problem = f"python -m pip install 'generative-recsys[{field.name}]'"
+            yield Finding(
+                f"train.hooks[{index}].{field.name}", f"the library is not installed; type: {problem}"
+            )
 
 
 def is_installed(module: str) -> bool:
@@ -59,8 +61,8 @@ def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:
                 f"{path}.best_metric", f"the model has no metric {name!r}. {did_you_mean(name, metrics)}"
             )
         elif not metrics[name].directed:
-            what = f"{name} is best at 1, neither high nor low; choose another metric"
-            yield Finding(f"{path}.best_metric", what)
+            problem = f"{name} is best at 1, neither high nor low; choose another metric"
+            yield Finding(f"{path}.best_metric", problem)
     if not pipeline.data.HasField("validation"):
         for field in ("every_steps", "patience", "max_batches"):
             if evaluation.HasField(field):
@@ -72,7 +74,9 @@ def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:
 def _nesterov(pipeline: pb.Pipeline) -> Iterator[Finding]:
     sgd = pipeline.train.dense_optimizer.sgd
     if sgd.nesterov and sgd.momentum == 0:
-        yield Finding("train.dense_optimizer.sgd.nesterov", "it looks along the momentum; set momentum too")
+        yield Finding(
+            "train.dense_optimizer.sgd.nesterov", "it looks ahead along the momentum; set momentum too"
+        )
 
 
 RULES = (_evaluation, _nesterov)

@@ -213,7 +213,7 @@ def _required(pipeline: pb.Pipeline) -> Iterator[Finding]:
         by_name = message.DESCRIPTOR.fields_by_name
         for name in REQUIRED.get(type(message), ()):
             if not (getattr(message, name) if _can_be_empty(by_name[name]) else message.HasField(name)):
-                yield Finding(join(path, name), "not set; it is needed", missing=True)
+                yield Finding(join(path, name), "not set, but required", missing=True)
 
 
 def _can_be_empty(field: FieldDescriptor) -> bool:
@@ -243,10 +243,10 @@ def _choice(holder: Message, path: str) -> Iterator[Finding]:
     for field in alternatives:
         if field.is_extension and fields.is_set(holder, field) and not has_class(fields.type_of(field)):
             message = field.message_type.full_name
-            what = (
+            problem = (
                 f"no class is registered for {message}; write @register({field.message_type.name}) above one"
             )
-            yield Finding(join(path, fields.name_of(field)), f"{what}, in a module that is imported")
+            yield Finding(join(path, fields.name_of(field)), f"{problem}, in a module that is imported")
 
 
 def _enums(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -259,7 +259,8 @@ def _enums(pipeline: pb.Pipeline) -> Iterator[Finding]:
                 if number == 0 or number not in values:
                     allowed = ", ".join(enum_names(field))
                     yield Finding(
-                        join(path, field.name), f"{number} is no value; it must be one of {allowed}"
+                        join(path, field.name),
+                        f"{number} is not one of its values; it must be one of {allowed}",
                     )
 
 

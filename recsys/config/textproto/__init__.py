@@ -1,4 +1,4 @@
-"""Reads protobuf text format and finds every mistake in one pass; writes it with a remark behind any line.
+"""Reads protobuf text format and finds every mistake in one pass; writes it with remarks after lines.
 
 Protobuf's own parser stops at the first mistake and knows neither paths nor lines. `parser` walks the text
 along the descriptors, skips the parts that it cannot use and goes on. Text that it accepts has the meaning

@@ -39,10 +39,12 @@ def override(message: Message, assignment: str, locations: MutableMapping[str, s
     except _BadPath as error:
         return [f"{where}: {error}"]
     parsed = assign(value.strip(), place.message, place.field, path, where)
-    for known in [
-        known for known in locations if known == path or known.startswith((f"{path}.", f"{path}["))
+    for location in [
+        location
+        for location in locations
+        if location == path or location.startswith((f"{path}.", f"{path}["))
     ]:
-        del locations[known]
+        del locations[location]
     locations.update(parsed.locations)
     return parsed.findings
 
@@ -60,38 +62,38 @@ def _find(message: Message, path: str) -> _Place:
     """Returns the field at the end of a path, and creates absent messages on the way."""
     steps = _DOT.split(path)
     for depth, step in enumerate(steps, 1):
-        here, last = ".".join(steps[:depth]), depth == len(steps)
+        prefix, last = ".".join(steps[:depth]), depth == len(steps)
         match = _STEP.match(step)
         if match is None:
-            raise _BadPath(f"{step!r} is not the name of a field, with [index] for one of a repeated field")
+            raise _BadPath(f"{step!r} is not a field name, or NAME[INDEX] for an element of a repeated field")
         name, index = match[1], match[2]
         try:
             field = field_of(message, name)
         except Mistake as mistake:
-            raise _BadPath(f"{here}: {mistake}") from None
+            raise _BadPath(f"{prefix}: {mistake}") from None
         if last and index is None:
             return _Place(message, field)
         if last:
-            raise _BadPath(f"{here}: one element cannot be replaced; give all of them: {name}=[...]")
+            raise _BadPath(f"{prefix}: one element cannot be replaced; give all of them: {name}=[...]")
         if field.message_type is None:
-            raise _BadPath(f"{here}: has no fields of its own, so nothing can follow it in the path")
-        message = _step(message, field, index, here)
+            raise _BadPath(f"{prefix}: has no fields of its own, so nothing can follow it in the path")
+        message = _step(message, field, index, prefix)
     raise _BadPath("the path is empty")
 
 
-def _step(message: Message, field: FieldDescriptor, index: str | None, here: str) -> Message:
+def _step(message: Message, field: FieldDescriptor, index: str | None, prefix: str) -> Message:
     """Returns the message that `field` holds, at `index` for a repeated field."""
     inner = fields.value_of(message, field)
     if field.is_repeated:
         if index is None:
-            raise _BadPath(f"{here}: repeated; say which one, for example {field.name}[0]")
+            raise _BadPath(f"{prefix}: repeated; say which one, for example {field.name}[0]")
         if int(index) >= len(inner):
-            raise _BadPath(f"{here}: there are {len(inner)}, counted from 0")
+            raise _BadPath(f"{prefix}: there are {len(inner)}, counted from 0")
         return inner[int(index)]
     if index is not None:
-        raise _BadPath(f"{here}: not repeated; leave [{index}] out")
+        raise _BadPath(f"{prefix}: not repeated; leave [{index}] out")
     for rival in fields.rivals(message, field):
         if fields.is_set(message, rival):
             chosen = fields.name_of(rival)
-            raise _BadPath(f"{here}: {chosen} is chosen; replace it first: {here}={{...}}")
+            raise _BadPath(f"{prefix}: {chosen} is chosen; replace it first: {prefix}={{...}}")
     return inner

@@ -71,7 +71,7 @@ class _Parser:
 
     def __init__(self, text: str, name: str, numbered: bool):
         self.name, self.numbered = name, numbered
-        self._found: list[tuple[int, int, str]] = []
+        self._findings: list[tuple[int, int, str]] = []
         self.locations: dict[str, str] = {}
         self.tokens: list[Token] = []
         self.index = 0
@@ -80,24 +80,24 @@ class _Parser:
     def _tokenize(self, text: str) -> None:
         line, line_start = 1, 0
         for match in _TOKEN.finditer(text):
-            kind, found = str(match.lastgroup), match.group()
-            token = Token(kind, found, line, match.start() - line_start + 1)
-            if kind == "bad" and found[0] in "\"'":
+            kind, token_text = str(match.lastgroup), match.group()
+            token = Token(kind, token_text, line, match.start() - line_start + 1)
+            if kind == "bad" and token_text[0] in "\"'":
                 self._syntax(token, "a string that does not end on its line")
                 self.tokens.append(token._replace(kind="string", text='""'))
             elif kind == "bad":
-                self._syntax(token, f"unexpected {found!r}")
+                self._syntax(token, f"unexpected {token_text!r}")
             elif kind != "blank":
                 self.tokens.append(token)
-            if "\n" in found:
-                line += found.count("\n")
-                line_start = match.start() + found.rfind("\n") + 1
+            if "\n" in token_text:
+                line += token_text.count("\n")
+                line_start = match.start() + token_text.rfind("\n") + 1
         self.tokens.append(Token("end", "the end of the text", line, len(text) - line_start + 1))
 
     @property
     def findings(self) -> list[str]:
         """All findings so far, in the order of the text."""
-        return [text for _, _, text in sorted(self._found)]
+        return [text for _, _, text in sorted(self._findings)]
 
     def balanced(self) -> bool:
         """Returns whether brackets match; if not, adds a finding about the first bracket that does not."""
@@ -130,16 +130,16 @@ class _Parser:
                 continue
             self._next()
             written = "".join(name.text.split())
-            here = f"{path}.{written}" if path else written
+            field_path = f"{path}.{written}" if path else written
             try:
                 field = field_of(message, written)
                 _require_no_clash(message, field, seen)
             except Mistake as mistake:
-                self._finding(name, here, str(mistake))
+                self._finding(name, field_path, str(mistake))
                 self._skip_value(name)
             else:
                 seen.setdefault(written, name)
-                self._field(message, field, here, name)
+                self._field(message, field, field_path, name)
             if self._peek().text in (",", ";"):
                 self._next()
 
@@ -160,11 +160,11 @@ class _Parser:
     def value(self, message: Message, field: FieldDescriptor, path: str) -> None:
         """Reads one value, or, for a repeated field, a list in brackets."""
         if not (field.is_repeated and self._peek().text == "["):
-            self._one(message, field, path)
+            self._read_value(message, field, path)
             return
         self._next()
         while self._peek().text != "]":
-            if not self._one(message, field, path):
+            if not self._read_value(message, field, path):
                 self._skip_to_comma()
             if self._peek().text == ",":
                 comma = self._next()
@@ -177,7 +177,7 @@ class _Parser:
                     self._next()
         self._next()
 
-    def _one(self, message: Message, field: FieldDescriptor, path: str) -> bool:
+    def _read_value(self, message: Message, field: FieldDescriptor, path: str) -> bool:
         """Reads one value and sets or appends it; False if the current token cannot start a value."""
         if field.is_repeated:
             path = f"{path}[{len(getattr(message, field.name))}]"
@@ -282,12 +282,12 @@ class _Parser:
     def _place(self, token: Token) -> str:
         return f"{self._line(token)}:{token.column}" if self.numbered else self.name
 
-    def _finding(self, token: Token, path: str, what: str) -> None:
+    def _finding(self, token: Token, path: str, problem: str) -> None:
         self.locations.pop(path, None)
-        self._found.append((token.line, token.column, f"{self._line(token)}: {path}: {what}"))
+        self._findings.append((token.line, token.column, f"{self._line(token)}: {path}: {problem}"))
 
-    def _syntax(self, token: Token, what: str) -> None:
-        self._found.append((token.line, token.column, f"{self._place(token)}: {what}"))
+    def _syntax(self, token: Token, problem: str) -> None:
+        self._findings.append((token.line, token.column, f"{self._place(token)}: {problem}"))
 
 
 def _require_no_clash(message: Message, field: FieldDescriptor, seen: dict[str, Token]) -> None:

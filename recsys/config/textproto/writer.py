@@ -24,10 +24,10 @@ def write(message: Message, remarks: Mapping[str, str] | None = None) -> str:
 def _lines(message: Message, path: str, indent: str, remarks: Mapping[str, str]) -> Iterator[str]:
     for field, value in message.ListFields():
         name = name_of(field)
-        here = f"{path}.{name}" if path else name
+        field_path = f"{path}.{name}" if path else name
         if field.message_type is not None:
             for index, inner in enumerate(value) if field.is_repeated else [(None, value)]:
-                place = here if index is None else f"{here}[{index}]"
+                place = field_path if index is None else f"{field_path}[{index}]"
                 remark = _remark(place, remarks)
                 inside = list(_lines(inner, place, f"{indent}  ", remarks))
                 if inside:
@@ -37,9 +37,11 @@ def _lines(message: Message, path: str, indent: str, remarks: Mapping[str, str])
                 else:
                     yield f"{indent}{name} {{}}{remark}"
         elif field.is_repeated:
-            yield from _list(field, [_scalar(field, item) for item in value], indent, _remark(here, remarks))
+            yield from _list(
+                field, [_scalar(field, item) for item in value], indent, _remark(field_path, remarks)
+            )
         else:
-            yield f"{indent}{field.name}: {_scalar(field, value)}{_remark(here, remarks)}"
+            yield f"{indent}{field.name}: {_scalar(field, value)}{_remark(field_path, remarks)}"
 
 
 def _list(field: FieldDescriptor, items: list[str], indent: str, remark: str) -> Iterator[str]:

@@ -120,17 +120,17 @@ class Converter:
         if not self._skips:
             findings.raise_first(origin.path, origin.first_row)
         good = findings.codes == 0
-        left = table
+        good_rows = table
         if not good.all():
-            left = table.filter(pa.array(good))
-            cells = self._cells(self._arrays(left))
+            good_rows = table.filter(pa.array(good))
+            cells = self._cells(self._arrays(good_rows))
         flat = {name: to_flat(column, self._mapping(name)) for name, column in cells.items()}
         if self._unknown_rates:
             self._show_unknown(flat, cells, origin, np.flatnonzero(good))
         if self._seen is not None:
             offsets = cells[self._seen].lists[0].offsets
             flat[features.SEEN] = FlatColumn(pb.USER, flat[self._seen].values, offsets)
-        spans = self._spans(cells, left.num_rows)
+        spans = self._spans(cells, good_rows.num_rows)
         kept = {side: flat_indices(span.starts, span.lengths) for side, span in spans.items()}
         if self.mode == "train" and self.pipeline.data.HasField("stochastic_length"):
             events = flat[UIH_TIMESTAMPS].values
@@ -144,7 +144,7 @@ class Converter:
             file=np.full(table.num_rows, origin.file, np.int64),
             row=origin.first_row + np.arange(table.num_rows),
             codes=findings.codes,
-            group=_spread(self._group(left), good),
+            group=_spread(self._group(good_rows), good),
             lengths={side: _spread(span.lengths, good) for side, span in spans.items()},
             cut={side: _spread(span.cut, good) for side, span in spans.items()},
             flat=flat,
@@ -272,8 +272,8 @@ class Converter:
         drawn = subsample(
             data.stochastic_length, data.max_history_len, span.lengths, timestamps[events], rows
         )
-        whole = isinstance(events, slice)
-        kept[pb.HISTORY] = drawn.places + events.start if whole else events[drawn.places]
+        is_slice = isinstance(events, slice)
+        kept[pb.HISTORY] = drawn.places + events.start if is_slice else events[drawn.places]
         spans[pb.HISTORY] = span._replace(lengths=drawn.lengths)
 
     def _draws(self, stream: int, origin: Origin, rows: np.ndarray) -> np.ndarray:

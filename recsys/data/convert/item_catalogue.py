@@ -25,8 +25,8 @@ from recsys.errors import DataError
 
 _REMEDY = "The preparation tools write items.parquet, a row for each item of the catalogue."
 _COUNT_REMEDY = (
-    "Negatives are drawn or weighed by how often an item occurs in training: the preparation tools write it. "
-    "Or choose uniform negatives, or in_batch { log_q: false }."
+    "Negatives are drawn or weighted by how often an item occurs in training: the preparation tools write "
+    "it. Or choose uniform negatives, or in_batch { log_q: false }."
 )
 
 
@@ -135,7 +135,7 @@ def _file_column(column: features.Column) -> FileColumn:
     return FileColumn(name, pb.USER, kind, multi_valued=multi_valued, feature=column.feature)
 
 
-def _read(path: str, wanted: list[str], what: str = "data.item_file", remedy: str = _REMEDY) -> pa.Table:
+def _read(path: str, wanted: list[str], setting: str = "data.item_file", remedy: str = _REMEDY) -> pa.Table:
     try:
         with open_parquet(path, remedy) as file:
             missing = ", ".join(name for name in wanted if name not in file.schema_arrow.names)
@@ -144,7 +144,7 @@ def _read(path: str, wanted: list[str], what: str = "data.item_file", remedy: st
                 raise DataError(f"{path}: no column {missing}; it has {names}. {remedy}")
             return file.read(columns=wanted)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file ({what}). {remedy}") from error
+        raise DataError(f"{path}: no such file ({setting}). {remedy}") from error
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read ({first_line(error)}). {remedy}") from error
 
@@ -164,8 +164,8 @@ def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array
     ids = one_array(table[item.name])
     if ids.null_count:
         row = pc.index(ids.is_null(), True).as_py()
-        what = f"{item.name} is null, {ids.null_count} in all; each row is an item"
-        raise DataError(f"{path}, row {row}: {what}. {_REMEDY}")
+        problem = f"{item.name} is null, {ids.null_count} in all; each row is an item"
+        raise DataError(f"{path}, row {row}: {problem}. {_REMEDY}")
     return ids
 
 
@@ -177,11 +177,14 @@ def _rows_of(table: pa.Table, item: pb.Feature, vocabulary: Vocabulary, path: st
     """
     rows = vocabulary.map(item_ids(table, item, path))
     times = np.bincount(rows, minlength=vocabulary.rows)[1:]
-    for places, what in ((np.flatnonzero(times > 1), "twice"), (np.flatnonzero(times == 0), "missing")):
+    for places, fault in (
+        (np.flatnonzero(times > 1), "occur twice"),
+        (np.flatnonzero(times == 0), "are missing"),
+    ):
         if len(places):
             first = vocabulary.original(places[:1] + 1)[0].as_py()
             raise DataError(
-                f"{path}: {len(places)} of the {len(vocabulary)} items of {vocabulary.name} are {what}, the "
+                f"{path}: {len(places)} of the {len(vocabulary)} items of {vocabulary.name} {fault}, the "
                 f"first is {first!r}. Each item needs one row; write unknown features as an empty list or "
                 "text."
             )

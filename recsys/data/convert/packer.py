@@ -79,16 +79,16 @@ class Packed(NamedTuple):
         buffer: uint8, all arrays one after the other. Between processes `workers` may put a `Slot` of shared
             memory in its place.
         layout: for each array its field, key (if the field is a dict), dtype, first byte and number of bytes.
-        others: the fields without arrays.
+        plain_fields: the fields without arrays.
     """
 
     buffer: Any
     layout: list[tuple[str, str | None, str, int, int]]
-    others: dict[str, Any]
+    plain_fields: dict[str, Any]
 
     def arrays(self) -> BatchArrays:
         """Returns the arrays as views of the buffer."""
-        fields = {name: {} if type(value) is dict else value for name, value in self.others.items()}
+        fields = {name: {} if type(value) is dict else value for name, value in self.plain_fields.items()}
         for field, key, dtype, start, size in self.layout:
             value = self.buffer[start : start + size].view(dtype)
             if key is None:
@@ -185,8 +185,8 @@ class Packer:
             return np.zeros(num_targets.sum(), bool)
         target = flat[self._target].values.astype(np.int64)
         rows, keys = np.arange(len(num_targets)), 1 + max(int(seen.max()), int(target.max(initial=0)))
-        known = np.repeat(rows, seen_lengths) * keys + seen
-        return (target > 0) & np.isin(np.repeat(rows, num_targets) * keys + target, known)
+        seen_keys = np.repeat(rows, seen_lengths) * keys + seen
+        return (target > 0) & np.isin(np.repeat(rows, num_targets) * keys + target, seen_keys)
 
     def filler(self, num_rows: int) -> BatchArrays:
         """Makes a batch of filler rows, for a rank that runs out of rows before the others."""
@@ -206,7 +206,7 @@ class Packer:
 
 def _packed(pieces: dict[str, Any], allocate: Callable[[int], np.ndarray]) -> Packed:
     """Copies all arrays into one buffer."""
-    parts, others = [], {}
+    parts, plain_fields = [], {}
     for name, value in pieces.items():
         if isinstance(value, np.ndarray):
             parts.append((name, None, [value]))
@@ -214,9 +214,9 @@ def _packed(pieces: dict[str, Any], allocate: Callable[[int], np.ndarray]) -> Pa
             parts.append((name, None, value or [np.empty(0, np.int64)]))
         elif type(value) is dict:
             parts += [(name, key, [array]) for key, array in value.items()]
-            others[name] = {}
+            plain_fields[name] = {}
         else:
-            others[name] = value
+            plain_fields[name] = value
     layout, end = [], 0
     for name, key, values in parts:
         dtype = _SENT_AS.get(values[0].dtype, values[0].dtype)
@@ -227,7 +227,7 @@ def _packed(pieces: dict[str, Any], allocate: Callable[[int], np.ndarray]) -> Pa
     for (_, _, dtype, start, size), (_, _, values) in zip(layout, parts, strict=True):
         # This is the only copy between a block and the training process.
         np.concatenate(values, out=buffer[start : start + size].view(dtype))
-    return Packed(buffer, layout, others)
+    return Packed(buffer, layout, plain_fields)
 
 
 def _events(flat: dict[str, FlatColumn], name: str, dtype: type) -> np.ndarray:

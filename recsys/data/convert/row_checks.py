@@ -86,10 +86,10 @@ class RowFindings:
             return
         row, sentence = self._first
         more = int(np.count_nonzero(self.codes)) - 1
-        others = f" ({more} more bad row{'s' * (more > 1)} in this row group.)" if more else ""
+        count = f" ({more} more bad row{'s' * (more > 1)} in this row group.)" if more else ""
         or_skip = ", or leave such rows out and count them: data.bad_rows { policy: SKIP }"
         remedy = f"Correct the file{or_skip if skippable else ''}."
-        raise DataError(f"{file}, row {first_row + row}: {sentence}{others} {remedy}")
+        raise DataError(f"{file}, row {first_row + row}: {sentence}{count} {remedy}")
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ class ColumnValues:
             place = row
         return self.column.name + index
 
-    def report(self, findings: RowFindings, reason: str, places: np.ndarray, what: str) -> None:
-        """Adds the rows of the flat indices `places` to the findings; `what`, a sentence, may contain
+    def report(self, findings: RowFindings, reason: str, places: np.ndarray, template: str) -> None:
+        """Adds the rows of the flat indices `places` to the findings; `template`, a sentence, may contain
         {value}."""
 
         def sentence(i: int) -> str:
             place = int(places[i])
-            return f"{self.name(place)} {what.format(value=self.values[place].as_py())}."
+            return f"{self.name(place)} {template.format(value=self.values[place].as_py())}."
 
         if len(places):
             findings.add(reason, self.rows(places), sentence)
@@ -208,7 +208,7 @@ def check_label(findings: RowFindings, cells: ColumnValues) -> None:
         cells.report(findings, "label", bad, "is {value}; a binary task has labels 0 and 1")
     elif loss.mean_squared_error.log1p or loss.pairwise.mean_squared_error.log1p:
         bad = np.flatnonzero((numbers < 0) & np.isfinite(numbers))
-        cells.report(findings, "label", bad, "is {value}; log(1 + label) wants labels of 0 or more")
+        cells.report(findings, "label", bad, "is {value}; log(1 + label) needs labels of 0 or more")
 
 
 def check_ragged(findings: RowFindings, cells: ColumnValues, first: ColumnValues) -> None:
@@ -297,7 +297,8 @@ def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
 
     def sentence(i: int) -> str:
         key = same_key(keys.slice(rows[i], 1).to_pylist()[0])
-        return f"{key} as another row, {rows[i] - complete_rows[first[place[again[i]]]]} before it."
+        distance = int(rows[i] - complete_rows[first[place[again[i]]]])
+        return f"{key} as another row, {distance} row{'s' * (distance > 1)} before it."
 
     findings.add("duplicate_key", rows, sentence)
 
@@ -320,11 +321,11 @@ def _check_range(findings: RowFindings, cells: ColumnValues) -> None:
             values = pc.min_element_wise(values, limit)
         numbers = integers(values)
     if len(numbers) and numbers.min() < 0:
-        what = f"is {{value}}; {_MEANING[cells.column.kind]} are 0 or larger"
-        cells.report(findings, "negative", np.flatnonzero(numbers < 0), what)
+        template = f"is {{value}}; {_MEANING[cells.column.kind]} are 0 or larger"
+        cells.report(findings, "negative", np.flatnonzero(numbers < 0), template)
     if cells.column.kind is Kind.TIME and len(numbers) and numbers.max() > _LATEST_TIME:
-        what = "is {value}, which looks like milliseconds; times are seconds"
-        cells.report(findings, "too_large", np.flatnonzero(numbers > _LATEST_TIME), what)
+        template = "is {value}, which looks like milliseconds; times are seconds"
+        cells.report(findings, "too_large", np.flatnonzero(numbers > _LATEST_TIME), template)
 
 
 _MEANING = {
@@ -357,7 +358,7 @@ def _check_floats(findings: RowFindings, cells: ColumnValues) -> None:
     cells.report(findings, "not_finite", places, "is {value}; NaN and infinities have no meaning here")
     numbers = floats(values).astype(np.float64, copy=False)
     places = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) > limit))
-    cells.report(findings, "too_large", places, "is {value}, more than the model's float32 holds")
+    cells.report(findings, "too_large", places, "is {value}, more than the model's float32 can hold")
 
 
 def _largest(column: FileColumn) -> float:

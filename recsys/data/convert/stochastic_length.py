@@ -53,8 +53,10 @@ def subsample(
         rows: uint64 [rows], a hash of each row and the epoch, which decides all draws.
     """
     max_len = limit(config, max_history_len)
-    whole = max_history_len**config.alpha / np.maximum(lengths, 1).astype(np.float64) ** 2
-    subsampled = np.flatnonzero((lengths > max_len) & (uniform(combine(rows.view(np.int64), 0)) >= whole))
+    keep_probability = max_history_len**config.alpha / np.maximum(lengths, 1).astype(np.float64) ** 2
+    subsampled = np.flatnonzero(
+        (lengths > max_len) & (uniform(combine(rows.view(np.int64), 0)) >= keep_probability)
+    )
     keep = np.ones(len(timestamps), bool)
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -67,9 +69,9 @@ def subsample(
     # Sorted by key within each row, the largest first.
     order = np.lexsort((-keys, row))
     keep[event[order]] = place < max_len
-    left = lengths.copy()
-    left[subsampled] = max_len
-    return KeptEvents(np.flatnonzero(keep), left)
+    kept_lengths = lengths.copy()
+    kept_lengths[subsampled] = max_len
+    return KeptEvents(np.flatnonzero(keep), kept_lengths)
 
 
 def _keys(

@@ -87,15 +87,15 @@ def find_duplicates(source: Source, pipeline: pb.Pipeline) -> Duplicates | None:
     duplicates = search.run()
     if len(duplicates.rows) == search.limit:
         row = int(duplicates.rows[0])
-        what = f"{duplicates.name(row)}: {same_key(search.key(row))} as {duplicates.first(0)}."
+        problem = f"{duplicates.name(row)}: {same_key(search.key(row))} as {duplicates.first(0)}."
         if not skip:
             raise DataError(
-                f"{what} Correct the files, or leave such rows out and count them: "
+                f"{problem} Correct the files, or leave such rows out and count them: "
                 "data.bad_rows { policy: SKIP }."
             )
         raise DataError(
-            f"{what} More than data.bad_rows.limit = {data.bad_rows.limit} rows repeat another one. Correct "
-            "the files, raise the limit, or name all columns that identify a row in data.key_columns."
+            f"{problem} More than data.bad_rows.limit = {data.bad_rows.limit} rows repeat another one. "
+            "Correct the files, raise the limit, or name all columns that identify a row in data.key_columns."
         )
     return duplicates
 
@@ -169,17 +169,17 @@ class _Search:
         # Parts have nearly equal sizes unless a few keys fill very many rows, which `_fold` reduces to one
         # hash each.
         expected = int(1.02 * self._starts[-1] / num_parts) + 1
-        held, filled = np.empty(expected, np.uint64), 0
+        hash_buffer, filled = np.empty(expected, np.uint64), 0
         twice = np.empty(0, np.uint64)
         for _, hashes in self._rows(part, num_parts):
-            if filled + len(hashes) > len(held):
-                once, again = _fold(held[:filled])
+            if filled + len(hashes) > len(hash_buffer):
+                once, again = _fold(hash_buffer[:filled])
                 twice, filled = np.union1d(twice, again), len(once)
                 capacity = max(expected, int(1.2 * filled)) + len(hashes)
-                held = np.concatenate([once, np.empty(capacity - filled, np.uint64)])
-            held[filled : filled + len(hashes)] = hashes
+                hash_buffer = np.concatenate([once, np.empty(capacity - filled, np.uint64)])
+            hash_buffer[filled : filled + len(hashes)] = hashes
             filled += len(hashes)
-        return np.union1d(twice, _fold(held[:filled])[1])
+        return np.union1d(twice, _fold(hash_buffer[:filled])[1])
 
     def _rows(self, part: int, num_parts: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields, for each row group, the rows whose hash is in the given part, and their hashes."""

@@ -45,7 +45,7 @@ class FileColumn:
         name: the column's name in the file.
         side: pb.USER (one value per row), pb.HISTORY or pb.CANDIDATE (one list per row).
         kind: meaning of the values.
-        required: True if a file without the column is refused.
+        required: True if a file without the column is rejected.
         multi_valued: True if each element is a list of values.
         feature: the feature that the column belongs to, if any.
         task: the task whose labels the column holds, if any.
@@ -165,7 +165,7 @@ def check_same_schema(
             raise DataError(
                 f"{path}: column {name} is {schema.field(name).type}, "
                 f"in {first_path} it is {first.field(name).type}. "
-                "All files of a source have the same types; write one of them anew."
+                "All files of a source have the same types; rewrite one of them."
             )
 
 
@@ -204,8 +204,8 @@ def _key_type(kind: pa.DataType, name: str) -> list[str]:
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not pa.types.is_nested(inner):
         return []
-    what = f"column {name} is {kind}; a key column has one number or text per row."
-    return [f"{what} Name another one in data.key_columns and data.group_column."]
+    problem = f"column {name} is {kind}; a key column has one number or text per row."
+    return [f"{problem} Name another one in data.key_columns and data.group_column."]
 
 
 def _allowed(column: FileColumn) -> tuple[str, Callable[[pa.DataType], bool]]:

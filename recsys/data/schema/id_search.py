@@ -57,26 +57,26 @@ class SortedKeys:
         self._sorted = keys[order]
         self._rows = rows[1:][order]
         self._fronts = []
-        left = np.arange(len(keys))
+        unplaced = np.arange(len(keys))
         for product in (_GOLDEN, _OTHER_PRODUCT):
-            if len(left):
-                front = _Front.of(keys[left], rows[1:][left], product)
+            if len(unplaced):
+                front = _Front.of(keys[unplaced], rows[1:][unplaced], product)
                 self._fronts.append(front)
-                left = left[front.look(keys[left])[:, 0] != keys[left]]
+                unplaced = unplaced[front.look(keys[unplaced])[:, 0] != keys[unplaced]]
 
     def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
         """Returns the row of each query, or 0 for a query that is not a key."""
         rows = np.zeros(len(queries), dtype)
-        rest = []
+        missing = []
         for start in range(0, len(queries), AT_A_TIME):
             missed = self._look(queries[start : start + AT_A_TIME], rows[start : start + AT_A_TIME])
-            rest.append(missed + start)
-        rest = np.concatenate([*rest, np.empty(0, np.int64)])
-        if len(rest) and len(self._sorted):
+            missing.append(missed + start)
+        missing = np.concatenate([*missing, np.empty(0, np.int64)])
+        if len(missing) and len(self._sorted):
             # Sorted queries pass through the keys once instead of jumping about in a large array.
-            unique, inverse = np.unique(queries[rest], return_inverse=True)
+            unique, inverse = np.unique(queries[missing], return_inverse=True)
             place = np.minimum(np.searchsorted(self._sorted, unique), len(self._sorted) - 1)
-            rows[rest] = np.where(self._sorted[place] == unique, self._rows[place], 0)[inverse]
+            rows[missing] = np.where(self._sorted[place] == unique, self._rows[place], 0)[inverse]
         return rows
 
     def _look(self, queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -85,12 +85,12 @@ class SortedKeys:
             return np.empty(0, np.int64)
         first = self._fronts[0].look(queries)
         rows[:] = first[:, 1]
-        rest = np.flatnonzero(first[:, 0] != queries)
+        missing = np.flatnonzero(first[:, 0] != queries)
         for front in self._fronts[1:]:
-            second = front.look(queries[rest])
-            rows[rest] = second[:, 1]
-            rest = rest[second[:, 0] != queries[rest]]
-        return rest
+            second = front.look(queries[missing])
+            rows[missing] = second[:, 1]
+            missing = missing[second[:, 0] != queries[missing]]
+        return missing
 
 
 class _Front(NamedTuple):

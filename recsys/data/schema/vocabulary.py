@@ -139,8 +139,8 @@ class Vocabulary:
         places = self._search.find(hash_text(unique).view(np.int64), np.int64)
         if len(self.ids):
             # A text that is not in the vocabulary may have the same hash as one that is.
-            same = pc.equal(self.ids.take(pa.array(np.maximum(places - 1, 0))), unique)
-            places = np.where(same.to_numpy(zero_copy_only=False), places, 0)
+            is_same_text = pc.equal(self.ids.take(pa.array(np.maximum(places - 1, 0))), unique)
+            places = np.where(is_same_text.to_numpy(zero_copy_only=False), places, 0)
         return places[inverse]
 
 

@@ -151,7 +151,7 @@ def find_files(patterns: list[str], suffix: str) -> list[str]:
             ends in `suffix` and whose path within the folder has no part that starts with `.` or `_`.
 
     Raises:
-        DataError: a pattern without a file, or a file files twice.
+        DataError: a pattern matches no file, or a file is named twice.
     """
     if not patterns:
         raise DataError(f"no {suffix} files are given. Set `paths`, e.g. paths: 'data/train'.")

@@ -54,7 +54,7 @@ class ParquetSource(Source):
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{path}, row group {row_group}: cannot be read ({first_line(error)}). "
-                "The file is damaged; copy or make it anew."
+                "The file is damaged; copy it again, or make a new one."
             ) from error
 
     def _reopen(self, listed: File) -> pq.ParquetFile:
@@ -77,7 +77,7 @@ def _describe(path: str) -> File:
 
 def _open_parquet(path: str) -> pq.ParquetFile:
     try:
-        return open_parquet(path, "It may be cut off; copy or make it anew.")
+        return open_parquet(path, "It may be cut off; copy it again, or make a new one.")
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file.") from error
 

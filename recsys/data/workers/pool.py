@@ -28,8 +28,9 @@ class ReaderPool:
     """The reader processes of one pass over a schedule. Iterate over it once, then close it.
 
     Args:
-        reader: makes the arrays of batches; a copy is sent to each process. schedule: (epoch, index) of each
-        batch; a copy is sent to each process. A schedule without a length may be endless.
+        reader: makes the arrays of batches; a copy is sent to each process.
+        schedule: (epoch, index) of each batch; a copy is sent to each process. A schedule without a length
+            may be endless.
         num_processes: number of processes, at least 1.
         ahead: number of batches that each process may prepare ahead.
     """

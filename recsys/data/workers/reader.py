@@ -148,7 +148,7 @@ class Reader:
             self.begin(epoch)
         blocks = [self._slice(rows) for rows in self._plan.batch(index)]
         packed = self._packer.packed(blocks[0] if len(blocks) == 1 else join(blocks), allocate)
-        self._count(packed.others["counts"])
+        self._count(packed.plain_fields["counts"])
         return packed
 
     def _slice(self, rows: BlockSlice) -> ColumnBlock:

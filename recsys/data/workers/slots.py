@@ -67,14 +67,14 @@ class SlotWriter:
             self._grow(nbytes)
         if self._segment is None:
             return None
-        held = _bytes(self._segment.buf)
-        free = np.flatnonzero(held[: self._num_slots] == _FREE)
+        buffer = _bytes(self._segment.buf)
+        free = np.flatnonzero(buffer[: self._num_slots] == _FREE)
         if len(free) == 0:
             return None
         number = int(free[0])
-        held[number] = _USED
+        buffer[number] = _USED
         start = self._header + number * self._slot_size
-        return ReservedSlot(Slot(self._segment.name, number, start, nbytes), held[start : start + nbytes])
+        return ReservedSlot(Slot(self._segment.name, number, start, nbytes), buffer[start : start + nbytes])
 
     def _grow(self, nbytes: int) -> None:
         """Allocates a larger segment; the training process keeps the old one for as long as it needs it."""
@@ -100,12 +100,12 @@ class SlotReader:
 
     def take(self, slot: Slot) -> np.ndarray:
         """Returns the bytes in a slot, uint8 [size]; the slot is free when all views of them are gone."""
-        held = self._segments.get(slot.segment)
-        if held is None:
-            held = self._segments[slot.segment] = _attach(slot.segment)
+        mapped = self._segments.get(slot.segment)
+        if mapped is None:
+            mapped = self._segments[slot.segment] = _attach(slot.segment)
         # This array is not a view of another array, so views of it, and tensors on them, keep it alive.
-        taken = np.frombuffer(held, np.uint8, slot.size, slot.start)
-        weakref.finalize(taken, _free, held, slot.number).atexit = False
+        taken = np.frombuffer(mapped, np.uint8, slot.size, slot.start)
+        weakref.finalize(taken, _free, mapped, slot.number).atexit = False
         return taken
 
     def close(self) -> None:
@@ -128,8 +128,8 @@ def _attach(name: str) -> mmap.mmap:
     return mapping
 
 
-def _free(held: mmap.mmap, number: int) -> None:
-    held[number] = _FREE
+def _free(segment: mmap.mmap, number: int) -> None:
+    segment[number] = _FREE
 
 
 def _allocate(size: int) -> SharedMemory | None:

@@ -55,24 +55,24 @@ def pair_losses(logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
     padded, row = rows.padded_index(), rows.sample_ids()
     shape, inverse = padded.index.shape, row * rows.max_len + rows.positions()
     # [B, longest row]; the label NaN, which no candidate has, marks padding.
-    others = gather_rows(logits, padded.index.flatten(), inverse).view(shape)
+    other_logits = gather_rows(logits, padded.index.flatten(), inverse).view(shape)
     other_labels = gather_rows(labels, padded.index.flatten(), inverse).view(shape)
     other_labels = torch.where(padded.valid, other_labels, torch.nan)
     size = max(1, BLOCK_PAIRS.get(logits.device.type, BLOCK_PAIRS["cuda"]) // max(1, rows.max_len))
     if len(logits) <= size:
-        return _means(logits, labels, row, others, other_labels)
+        return _means(logits, labels, row, other_logits, other_labels)
     means = []
     for start in range(0, len(logits), size):
         block = slice(start, start + size)
-        inputs = (logits[block], labels[block], row[block], others, other_labels)
+        inputs = (logits[block], labels[block], row[block], other_logits, other_labels)
         means.append(checkpoint(_means, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(means)
 
 
-def _means(logits: Tensor, labels: Tensor, row: Tensor, others: Tensor, other_labels: Tensor) -> Tensor:
-    """Returns mean losses of n candidates against `others` [B, longest row], whose padding has NaN labels."""
+def _means(logits: Tensor, labels: Tensor, row: Tensor, other_logits: Tensor, other_labels: Tensor) -> Tensor:
+    """Returns the mean losses of n candidates against all rows, [B, longest row], padded with NaN labels."""
     difference = labels[:, None] - other_labels.index_select(0, row)
     sign = torch.nan_to_num(difference).sign().to(logits.dtype)
-    losses = -F.logsigmoid(sign * (logits[:, None] - others.index_select(0, row)))
+    losses = -F.logsigmoid(sign * (logits[:, None] - other_logits.index_select(0, row)))
     pairs = sign.abs()
     return (losses * pairs).sum(1) / pairs.sum(1).clamp(min=1)

@@ -58,7 +58,8 @@ def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheSta
     _require_evaluation(stacks)
     if sequence.layout.total_targets:
         raise ValueError(
-            f"prefill takes contextual and history tokens, {sequence.layout.total_targets} targets are given"
+            "prefill takes only contextual and history tokens, but "
+            f"{sequence.layout.total_targets} targets are given"
         )
     first, stages = stacks[0], []
     sequence = to_compute_dtype(sequence)
@@ -119,8 +120,8 @@ def extend(
     new = sequence.layout
     if new.num_contextual or new.total_targets:
         raise ValueError(
-            f"extend takes new events only; there are {new.num_contextual} contextual tokens a sample and "
-            f"{new.total_targets} targets"
+            f"extend takes only new events, but {new.num_contextual} contextual tokens per sample and "
+            f"{new.total_targets} targets are given"
         )
     require_extendable(stacks[0], stages, new)
     last, timestamps = len(stacks[0].rules) - 1, sequence.timestamps
@@ -159,15 +160,15 @@ def require_extendable(mixer: Stack, stages: Sequence[CacheStage], new: Sequence
     num_contextual, instead = stages[0].layout.num_contextual, "call prefill with the whole history"
     if mixer.reads_times and (len(mixer.rules) > 1 or num_contextual):
         raise ValueError(
-            "a cache cannot be extended with bias.num_time_buckets > 0: tokens look at the time of what "
-            f"comes after them, which has changed; {instead}"
+            "a cache cannot be extended with bias.num_time_buckets > 0: a token's bias uses the time of "
+            f"the token after it, which has changed; {instead}"
         )
     for number, (stage, _) in list(enumerate(_layers(stages)))[:-1]:
         rule = mixer.rules[number]
         if not rule.mask.history_can_grow(num_contextual):
             raise ValueError(
                 "a cache cannot be extended where contextual tokens read the history, as in layer "
-                f"{number}: they change, and with them all events; {instead}, or set "
+                f"{number}: they change, and so does the state of every event; {instead}, or set "
                 "mask.contextual_reads_history to false before training"
             )
         grown = stage.layout.on_host().num_uih + new.on_host().num_uih

@@ -48,8 +48,8 @@ def _of_all(batch: Batch, tokens_per_event: int) -> View:
     rows = _rows(batch, torch.arange(count, device=index.device), tokens_per_event)
     sizes = [batch.layout.num_contextual * batch.layout.batch_size, count * tokens_per_event]
     prefix, tokens, targets = inverse.split([*sizes, batch.candidate_timestamps.shape[0]])
-    each = tokens.view(count, tokens_per_event).unbind(1)
-    return View(rows.index_select(0, index), times, torch.cat([prefix, *each, targets]))
+    event_tokens = tokens.view(count, tokens_per_event).unbind(1)
+    return View(rows.index_select(0, index), times, torch.cat([prefix, *event_tokens, targets]))
 
 
 def _of_channel(batch: Batch, layout: SequenceLayout, name: str, tokens_per_event: int) -> View:

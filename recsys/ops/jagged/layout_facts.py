@@ -204,7 +204,19 @@ class LayoutFacts:
             return self
         if self._host is None:
             raise ValueError(f"the lengths are on {self.device} only; take a layout built on the host")
-        return type(self)(*self._host, self.num_contextual)
+        host = self._host
+        return self.memo(
+            "on_host",
+            lambda: self.trusted(
+                host.lengths,
+                offsets_from_lengths(host.lengths),
+                host.num_targets,
+                self.num_contextual,
+                self.total_len,
+                max_or_zero(host.lengths),
+                self.total_targets,
+            ),
+        )
 
     def to(self: _Layout, device: torch.device | str, non_blocking: bool = False) -> _Layout:
         """Return the same layout with its tensors on `device`; it keeps the host copy of its lengths."""

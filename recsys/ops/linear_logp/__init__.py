@@ -151,7 +151,7 @@ def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, i
         if refused.any():
             row = int(refused.nonzero()[0])
             raise ValueError(
-                f"target of row {row} is {int(target[row])}, which is no row of weight: allowed are 0 to "
+                f"target of row {row} is {int(target[row])}, which is not a row of weight: allowed are 0 to "
                 f"{num_rows - 1}, or ignore_index = {ignore_index} for a row without a target"
             )
     if ignore_index < 0:

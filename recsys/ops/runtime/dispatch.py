@@ -99,7 +99,7 @@ class Op:
             if FORCED_BACKEND in self.backends:
                 backend = FORCED_BACKEND
             else:
-                self._count_fallback(FORCED_BACKEND, "RECSYS_BACKEND names no backend of this op")
+                self._count_fallback(FORCED_BACKEND, "RECSYS_BACKEND does not name a backend of this op")
         if backend != "auto" and backend not in self.backends:
             raise ValueError(
                 f"{self.name} has no backend {backend!r}; it has {', '.join(('auto', *self.backends))}"

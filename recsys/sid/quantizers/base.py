@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 _ROWS = 4096
-"""Vectors whose distances to all centroids are in memory at a time."""
+"""Number of vectors whose distances to all centroids are in memory at a time."""
 
 
 class Fitted(NamedTuple):
     """A fitted quantizer and the codes of the vectors it was fitted on.
 
-    With balanced assignment these codes are not the nearest ones that `encode` would choose.
+    With balanced assignment, these codes may differ from the nearest ones, which `encode` chooses.
 
     Attributes:
-        quantizer: frozen.
-        codes: int64 [items, levels].
+        quantizer: the quantizer, whose codebooks no longer change.
+        codes: codes of the vectors, int64 [items, levels].
     """
 
     quantizer: "Quantizer"
@@ -45,11 +45,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
-        """Returns the vectors that codes [items, levels] stand for: float32 [items, D]."""
+        """Returns the vectors that codes [items, levels] represent, float32 [items, D]."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all that `load` needs, by name."""
+        """Returns the tensors that `load` needs, by name."""
 
     @classmethod
     @abstractmethod
@@ -58,14 +58,14 @@ class Quantizer(ABC):
 
 
 def nearest(vectors: Tensor, centroids: Tensor) -> Tensor:
-    """Returns the nearest centroid of each vector, int64 [items]; of equally near ones the first."""
+    """Returns the nearest centroid of each vector, int64 [items], and the first one of equally near ones."""
     lengths = centroids.square().sum(1)
     parts = [(lengths - 2 * rows @ centroids.T).argmin(1) for rows in vectors.split(_ROWS)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
 def encode_residuals(vectors: Tensor, centroids: Tensor) -> Tensor:
-    """Encodes a level at a time by the centroid nearest to what is left: int64 [items, levels]."""
+    """Encodes level by level by the centroid nearest to the residual; returns int64 [items, levels]."""
     codes = []
     for level in centroids:
         codes.append(nearest(vectors, level))
@@ -74,6 +74,6 @@ def encode_residuals(vectors: Tensor, centroids: Tensor) -> Tensor:
 
 
 def decode_residuals(codes: Tensor, centroids: Tensor) -> Tensor:
-    """Adds the centroids of all levels: [items, d]."""
+    """Returns the sum of the centroids of all levels, [items, d]."""
     levels = torch.arange(len(centroids))
     return centroids[levels, codes].sum(1)

@@ -1,6 +1,6 @@
 """k-means with a k-means++ start, restarts of empty clusters, and an option that balances clusters.
 
-scikit-learn and faiss have no balanced assignment; one loop of Lloyd for both forms keeps results comparable.
+scikit-learn and faiss have no balanced assignment. One Lloyd loop for both forms keeps results comparable.
 """
 
 import math
@@ -14,7 +14,8 @@ from recsys.sid.quantizers.base import nearest
 ITERATIONS = 25
 SINKHORN_ITERATIONS = 50
 SINKHORN_TEMPERATURE = 0.05
-"""Relative to the mean squared distance of vectors and centroids; smaller is nearer to hard assignments."""
+"""Temperature of Sinkhorn, relative to the mean squared distance of vectors and centroids. Smaller values are
+closer to a hard assignment."""
 
 
 class Clusters(NamedTuple):
@@ -35,11 +36,11 @@ def kmeans(
     """Clusters vectors [items, d].
 
     Args:
-        vectors: of float32 or float64.
+        vectors: float32 or float64.
         size: V, number of clusters.
-        generator: decides the start.
-        balanced: assign by Sinkhorn instead of the nearest centroid.
-        iterations: assignments, each followed by means.
+        generator: generator of the initial centroids.
+        balanced: whether to assign by Sinkhorn instead of the nearest centroid.
+        iterations: number of assignments, each followed by an update of the means.
     """
     centroids = plus_plus(vectors, size, generator)
     assigned = torch.zeros(len(vectors), dtype=torch.long)
@@ -51,20 +52,23 @@ def kmeans(
 
 
 def plus_plus(vectors: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Chooses centroids among the vectors, one after the other: of a few candidates, drawn in proportion to
-    their squared distance from the nearest centroid so far, the one that leaves the smallest sum of distances
-    (Arthur and Vassilvitskii, "k-means++", 2007, the greedy form)."""
+    """Chooses centroids among the vectors, one after the other, by greedy k-means++.
+
+    For each centroid, a few candidates are drawn in proportion to their squared distance from the nearest
+    centroid so far. The candidate that leaves the smallest sum of squared distances is chosen (Arthur and
+    Vassilvitskii, "k-means++", 2007).
+    """
     trials = 2 + int(math.log(size))
     chosen = torch.randint(len(vectors), (1,), generator=generator)
     distance = (vectors - vectors[chosen[0]]).square().sum(1)
     for _ in range(size - 1):
-        # Fewer different vectors than centroids: the rest repeats some, and stays empty clusters.
+        # With fewer distinct vectors than centroids, some centroids repeat, and their clusters stay empty.
         weights = (distance if distance.sum() > 0 else torch.ones_like(distance)).double().cumsum(0)
         drawn = torch.rand(trials, generator=generator, dtype=torch.float64) * weights[-1]
         candidates = torch.searchsorted(weights, drawn).clamp(max=len(vectors) - 1)
-        left = torch.minimum(distance, squared_distances(vectors[candidates], vectors))
-        best = left.sum(1).argmin()
-        chosen, distance = torch.cat([chosen, candidates[best, None]]), left[best]
+        remaining = torch.minimum(distance, squared_distances(vectors[candidates], vectors))
+        best = remaining.sum(1).argmin()
+        chosen, distance = torch.cat([chosen, candidates[best, None]]), remaining[best]
     return vectors[chosen]
 
 
@@ -75,7 +79,7 @@ def squared_distances(first: Tensor, second: Tensor) -> Tensor:
 
 
 def means(vectors: Tensor, assigned: Tensor, centroids: Tensor) -> Tensor:
-    """Returns the mean of each cluster; an empty one restarts at a vector that is far from its centroid."""
+    """Returns the mean of each cluster; empty clusters restart at vectors far from their centroid."""
     counts = torch.bincount(assigned, minlength=len(centroids))
     sums = torch.zeros_like(centroids).index_add_(0, assigned, vectors)
     moved = sums / counts.clamp(min=1)[:, None]
@@ -92,15 +96,16 @@ def sinkhorn_assignment(vectors: Tensor, centroids: Tensor) -> Tensor:
 
 
 def sinkhorn(costs: Tensor, iterations: int = SINKHORN_ITERATIONS) -> Tensor:
-    """Computes the transport plan [items, V] of entropic optimal transport between uniform marginals (Cuturi,
-    "Sinkhorn distances", 2013): rows sum to 1/items, columns nearly to 1/V.
+    """Computes the plan of entropic optimal transport between uniform marginals, [items, V].
+
+    Rows sum to 1/items, columns nearly to 1/V. Source: Cuturi, "Sinkhorn distances", 2013.
 
     Args:
         costs: [items, V], float32 or float64.
-        iterations: each scales columns, then rows.
+        iterations: number of iterations, each of which scales columns, then rows.
     """
     items, size = costs.shape
-    # A constant on a row changes no plan, and keeps the largest entry of each row at 1.
+    # Subtracting a constant from a row does not change the plan, and keeps the row's largest entry at 1.
     costs = costs - costs.min(1, keepdim=True).values
     tiny = torch.finfo(costs.dtype).tiny
     plan = torch.exp(-costs / (SINKHORN_TEMPERATURE * costs.mean()).clamp(min=tiny))

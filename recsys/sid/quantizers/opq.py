@@ -1,7 +1,7 @@
 """`Opq`: a learned rotation, then one independent code for each of m parts of the vector.
 
 faiss learns rotation and centroids (Ge, He, Ke and Sun, "Optimized product quantization", 2013); encoding
-needs no faiss. The codes have no order among them, which is what parallel heads want.
+does not need faiss. The codes have no order, so parallel heads can predict them.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Opq(Quantizer):
 
         Raises:
             InstallationError: faiss is not installed.
-            ConfigError: D is no multiple of m, or `size` no power of 2.
+            ConfigError: D is not a multiple of m, or `size` is not a power of 2.
         """
         bits, dim = size.bit_length() - 1, vectors.shape[1]
         if size != 1 << bits or not 1 <= bits <= 8:

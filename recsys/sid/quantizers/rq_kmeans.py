@@ -1,4 +1,4 @@
-"""`RqKmeans`: k-means on vectors, then on what the level before leaves, and so on."""
+"""`RqKmeans`: k-means on vectors, then on the residuals of each level for the next one."""
 
 from collections.abc import Mapping
 
@@ -19,12 +19,12 @@ class RqKmeans(Quantizer):
     def fit(cls, vectors: Tensor, *, levels: int, size: int, balanced: bool, seed: int) -> Fitted:
         """Fits `levels` codebooks of `size` centroids on vectors [items, D], balanced by Sinkhorn or not."""
         generator = torch.Generator().manual_seed(seed)
-        rest, centroids, codes = vectors, [], []
+        residuals, centroids, codes = vectors, [], []
         for _ in range(levels):
-            found = kmeans(rest, size, generator, balanced=balanced)
-            rest = rest - found.centroids[found.assigned]
-            centroids.append(found.centroids)
-            codes.append(found.assigned)
+            clusters = kmeans(residuals, size, generator, balanced=balanced)
+            residuals = residuals - clusters.centroids[clusters.assigned]
+            centroids.append(clusters.centroids)
+            codes.append(clusters.assigned)
         return Fitted(cls(torch.stack(centroids)), torch.stack(codes, 1))
 
     def encode(self, vectors: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""`RqVae`: an autoencoder whose narrow middle is quantized a residual at a time.
+"""`RqVae`: an autoencoder whose narrow middle is quantized level by level, each level on the last residual.
 
 Sources: Lee et al., "Autoregressive image generation using residual quantization", 2022; Rajput et al.,
 "Recommender systems with generative retrieval", 2023.
-Codebooks are moving averages of what is assigned to them, not weights: with gradients most codes die.
+Codebooks are moving averages of the vectors assigned to them. Trained by gradients, most codes would die.
 """
 
 import itertools
@@ -16,22 +16,22 @@ from recsys.sid.quantizers.base import Fitted, Quantizer, decode_residuals, enco
 from recsys.sid.quantizers.kmeans import kmeans, sinkhorn_assignment
 
 WIDTHS = (512, 256, 128, 32)
-"""Widths of the encoder behind the input; the decoder has them backward."""
+"""Widths of the encoder's layers; the decoder has them in reverse order."""
 
 DECAY = 0.99
 COMMITMENT = 0.25
-"""Weight of the distance between an encoded vector and its codes, in the literature beta."""
+"""Weight of the distance between an encoded vector and its codes (beta in the literature)."""
 
 BATCH, LEARNING_RATE, WEIGHT_DECAY = 1024, 1e-3, 0.01
 DEAD = 0.1
-"""A code restarts at an encoded vector when it has less than this share of an even part of the batch."""
+"""A code restarts at an encoded vector if it gets less than this fraction of an even share of the batch."""
 
 
 class RqVae(Quantizer):
     """Residual-quantized autoencoder; see `Quantizer`.
 
     Args:
-        dim: numbers of a vector.
+        dim: width of a vector.
         levels, size: number of codebooks, and of centroids in each.
     """
 
@@ -50,15 +50,16 @@ class RqVae(Quantizer):
         Args:
             vectors: float32.
             levels, size: number of codebooks, and of centroids in each.
-            steps: of AdamW, a batch of `BATCH` vectors each.
-            balanced_last: assign the codes of the last level by Sinkhorn, in training and at the end.
-            seed: decides weights, batches and starts of the codebooks.
+            steps: number of AdamW steps, each on a batch of `BATCH` vectors.
+            balanced_last: whether to assign the codes of the last level by Sinkhorn, in training and at the
+                end.
+            seed: seed of weights, batches and initial codebooks.
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self = cls(vectors.shape[1], levels, size)
-        # Unit vectors have entries far below 1, from which the encoder would start in a single code.
+        # Unit vectors have entries far below 1. Without scaling, the encoder would start with a single code.
         self._scale = vectors.square().mean().rsqrt()
         vectors = vectors * self._scale
         weights = [*self._encoder.parameters(), *self._decoder.parameters()]
@@ -84,8 +85,8 @@ class RqVae(Quantizer):
         encoded = self._encoder(vectors * self._scale)
         codes = encode_residuals(encoded, self.centroids)
         if balanced_last:
-            rest = encoded - decode_residuals(codes[:, :-1], self.centroids[:-1])
-            codes[:, -1] = sinkhorn_assignment(rest, self.centroids[-1])
+            residuals = encoded - decode_residuals(codes[:, :-1], self.centroids[:-1])
+            codes[:, -1] = sinkhorn_assignment(residuals, self.centroids[-1])
         return codes
 
     def encode(self, vectors: Tensor) -> Tensor:
@@ -123,47 +124,47 @@ class _Codebooks:
     """Codebooks that follow the encoded vectors by moving averages.
 
     Args:
-        first: encoded vectors of the first batch, on which k-means starts the codebooks.
+        first: encoded vectors of the first batch, from which k-means computes the initial codebooks.
         levels, size: as for `RqVae`.
-        generator: decides starts and restarts.
+        generator: generator of starts and restarts.
     """
 
     def __init__(self, first: Tensor, levels: int, size: int, generator: torch.Generator):
         self._generator = generator
-        found, counts = [], []
+        centroids, counts = [], []
         for _ in range(levels):
             clusters = kmeans(first, size, generator)
             first = first - clusters.centroids[clusters.assigned]
-            found.append(clusters.centroids)
+            centroids.append(clusters.centroids)
             counts.append(torch.bincount(clusters.assigned, minlength=size).clamp(min=1))
-        self.centroids, self._counts = torch.stack(found), torch.stack(counts).float()
+        self.centroids, self._counts = torch.stack(centroids), torch.stack(counts).float()
         self._sums = self.centroids * self._counts[..., None]
 
     def update(self, encoded: Tensor, *, balanced_last: bool) -> Tensor:
         """Assigns a batch [rows, d] to codes, int64 [rows, levels], and moves the codebooks towards it."""
-        codes, rest, last = [], encoded, len(self.centroids) - 1
+        codes, residuals, last = [], encoded, len(self.centroids) - 1
         for level, centroids in enumerate(self.centroids.clone()):
             assign = sinkhorn_assignment if balanced_last and level == last else nearest
-            code = assign(rest, centroids)
-            self._move(level, rest, code)
-            rest = rest - centroids[code]
+            code = assign(residuals, centroids)
+            self._move(level, residuals, code)
+            residuals = residuals - centroids[code]
             codes.append(code)
         return torch.stack(codes, 1)
 
-    def _move(self, level: int, rest: Tensor, code: Tensor) -> None:
+    def _move(self, level: int, residuals: Tensor, code: Tensor) -> None:
         counts, sums = self._counts[level], self._sums[level]
         counts.lerp_(torch.bincount(code, minlength=len(counts)).float(), 1 - DECAY)
-        sums.lerp_(torch.zeros_like(sums).index_add_(0, code, rest), 1 - DECAY)
-        even = len(rest) / len(counts)
+        sums.lerp_(torch.zeros_like(sums).index_add_(0, code, residuals), 1 - DECAY)
+        even = len(residuals) / len(counts)
         dead = torch.nonzero(counts < DEAD * even)[:, 0]
         if len(dead):
-            rows = torch.randint(len(rest), (len(dead),), generator=self._generator)
-            counts[dead], sums[dead] = even, rest[rows] * even
+            rows = torch.randint(len(residuals), (len(dead),), generator=self._generator)
+            counts[dead], sums[dead] = even, residuals[rows] * even
         self.centroids[level] = sums / counts[:, None]
 
 
 def _batches(items: int, generator: torch.Generator):
-    """Yields rows of batches for ever, every row once an epoch; fewer rows than a batch are one batch."""
+    """Yields the rows of batches forever, each row once per epoch. Fewer rows than `BATCH` form one batch."""
     size = min(BATCH, items)
     while True:
         order = torch.randperm(items, generator=generator)

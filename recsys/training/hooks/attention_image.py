@@ -57,10 +57,10 @@ def describe(picture: AttentionPicture) -> str:
         )
     return (
         f"Layer {picture.layer} of {picture.num_layers}, mean over heads of {picture.formula}. "
-        "Row: the token that looks; column: the token that it looks at; first token at the top left. "
+        "Rows are the tokens that attend, columns the tokens attended to, from the top left. "
         "Strips: contextual tokens purple, history blue (oldest event first), candidates orange. "
-        "White is 0, dark blue the largest weight (shades by its square root), red is negative; "
-        f"grey is hidden by the mask.{left_out}"
+        "White is 0, dark blue is the largest weight (shaded by square root), red is negative, "
+        f"and gray is hidden by the mask.{left_out}"
     )
 
 

@@ -184,10 +184,10 @@ def metric_table(metrics: Mapping[str, float]) -> list[str]:
         if task == LOSS:
             task, metric = metric, LOSS
         tasks.setdefault(task, {})[metric] = _number(value)
-    every = tasks.pop("", {})
+    shared_metrics = tasks.pop("", {})
     if not tasks:
-        return _table([list(every), list(every.values())])
-    tasks["all"] = every
+        return _table([list(shared_metrics), list(shared_metrics.values())])
+    tasks["all"] = shared_metrics
     kinds = list(dict.fromkeys(metric for metrics in tasks.values() for metric in metrics))
     rows = [[task, *(metrics.get(kind, "") for kind in kinds)] for task, metrics in tasks.items()]
     table = _table([["", *kinds], *rows])

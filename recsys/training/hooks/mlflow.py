@@ -60,7 +60,7 @@ class MlflowHook(Tracker):
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            log.warning("%s has no run %s any more, so this one gets a new id", self.service, run_id)
+            log.warning("%s no longer has run %s, so this run gets a new id", self.service, run_id)
             return False
         return True
 

@@ -186,7 +186,9 @@ def build(
     tables = card(facts_table(machine)) + card(facts_table(environment.versions()))
     parts.append(section("Environment", f'<div class="two">{tables}</div>'))
     config = card(f'<pre tabindex="0">{escape(run.config_text)}</pre>')
-    parts.append(section("Config", config, "As it was resolved: every field that counts, defaults included."))
+    parts.append(
+        section("Config", config, "The resolved config: every field that applies, defaults included.")
+    )
     return page(f"{run.folder.name} – training report", parts)
 
 
@@ -230,7 +232,7 @@ class Logged:
 
 
 def _header(run: Run, logged: Logged, outcome: Outcome | None, shares: Sequence[Share]) -> str:
-    reason = outcome.reason if outcome else "an error ended it"
+    reason = outcome.reason if outcome else "an error occurred"
     told = f"Stopped after step {logged.last_step:,} of {run.total_steps:,}: {reason}."
     if run.first_step:
         told += f" Continued from step {run.first_step:,}."
@@ -244,7 +246,7 @@ def _header(run: Run, logged: Logged, outcome: Outcome | None, shares: Sequence[
         wait = median(record["data_wait"] for record in logged.train)
         facts.append(Tile("training loss", number(last["loss"]), f"up to step {last['step']:,}"))
         facts.append(Tile("speed", f"{speed:,.0f}", "samples/s, median"))
-        facts.append(Tile("data wait", f"{100 * wait:.0f} %", "of a step, median"))
+        facts.append(Tile("data wait", f"{100 * wait:.0f} %", "of each step, median"))
     facts.append(Tile("time", clock(sum(share.seconds for share in shares)), "since the last start"))
     return f"<header><h1>{escape(run.folder.name)}</h1><p>{escape(told)}</p></header>" + tiles(facts)
 
@@ -299,7 +301,7 @@ def _metric_table(logged: Logged, baselines: Mapping[str, Metrics]) -> str:
         first = f'<th class="group" rowspan="{len(names)}">{escape(task or "all")}</th>'
         rows.append("<tbody>")
         for name in names:
-            mark = '<span class="decides">decides what is best</span>' if name == logged.decides else ""
+            mark = '<span class="decides">selects the best state</span>' if name == logged.decides else ""
             cells = "".join(f'<td class="n">{number(metrics.get(name))}</td>' for metrics in columns.values())
             trend = sparkline(_points(evaluations, "metrics", name))
             rows.append(
@@ -311,12 +313,12 @@ def _metric_table(logged: Logged, baselines: Mapping[str, Metrics]) -> str:
 
 
 _SPEED = {
-    "samples a second": ("samples_per_s", 1.0),
-    "tokens a second": ("tokens_per_s", 1.0),
+    "samples per second": ("samples_per_s", 1.0),
+    "tokens per second": ("tokens_per_s", 1.0),
     "waiting for data, % of a step": ("data_wait", 100.0),
-    "useful GFLOP a second": ("tflop_per_s", 1e3),
+    "useful GFLOP per second": ("tflop_per_s", 1e3),
     "useful FLOP, % of the device's peak": ("mfu", 100.0),
-    "memory at most so far, GiB": ("memory_bytes", 2.0**-30),
+    "peak memory so far, GiB": ("memory_bytes", 2.0**-30),
 }
 """Charts of speed by title: the key in a record, and the factor that converts to the title's unit."""
 

@@ -63,7 +63,7 @@ def line_chart(
     values = [point.value for curve in shown for point in curve.points if point.value is not None]
     head = f"<figcaption><b>{escape(title)}</b>{_legend(curves)}</figcaption>"
     if not values:
-        return f'<figure class="chart">{head}<p class="empty">No value was defined.</p></figure>'
+        return f'<figure class="chart">{head}<p class="empty">There is no defined value.</p></figure>'
     x = Axis(0.0, max(float(last_step), 1.0), _LEFT, WIDTH - _RIGHT)
     y = Axis.over([*values, *([] if include is None else [include])], HEIGHT - _BOTTOM, _TOP, pad=0.06)
     if include is not None and min(values) >= include:
@@ -99,7 +99,7 @@ def reliability_chart(title: str, bins: Sequence[Pair], below: str = "") -> str:
     head = f"<figcaption><b>{escape(title)}</b>{hint}</figcaption>"
     filled = [pair for pair in bins if pair.predicted is not None and pair.observed is not None]
     if not filled:
-        return f'<figure class="chart">{head}<p class="empty">No value was defined.</p>{below}</figure>'
+        return f'<figure class="chart">{head}<p class="empty">There is no defined value.</p>{below}</figure>'
     high = 1.06 * max(max(pair.predicted, pair.observed) for pair in filled) or 1.0
     x = Axis(0.0, high, _LEFT, WIDTH - _RIGHT)
     y = Axis(0.0, high, HEIGHT - _BOTTOM, _TOP)

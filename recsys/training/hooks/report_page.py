@@ -88,9 +88,9 @@ def clock(seconds: float) -> str:
     """Formats a duration: "8.3 s", "2 min 05 s", "3 h 20 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {seconds_left:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 

@@ -38,8 +38,8 @@ def update_report(path: Path) -> None:
     except UnicodeDecodeError as error:
         log.warning("%s: damaged (%s), so it does not show the new metrics; remove it", path, error)
         return
-    before, mark, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    before, mark, after_mark = text.partition(_BEGIN)
+    _, end, after = after_mark.partition(_END)
     if mark and end:
         files.write_text(path, before + tested_section(path.parent) + after)
 

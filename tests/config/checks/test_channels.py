@@ -21,13 +21,13 @@ TWO_CHANNELS = [
 def test_a_stack_for_each_channel(channels, stacks, expected, tmp_path):
     stack = "stacks {{channel: '{}' hstu {{qk_dim: 4}}}} "
     changes = [
-        f"{CHANNELS}=[{', '.join('{' + one + '}' for one in channels)}]",
+        f"{CHANNELS}=[{', '.join('{' + item + '}' for item in channels)}]",
         f"model.ranker.mixer={{mixture {{{''.join(map(stack.format, stacks))}}}}}",
     ]
     loaded = load(RANKER, changes, tmp_path)
-    found = config.check(loaded.pipeline)
-    assert bool(found) == (expected is not None)
-    assert expected is None or any(expected in finding for finding in found)
+    findings = config.check(loaded.pipeline)
+    assert bool(findings) == (expected is not None)
+    assert expected is None or any(expected in finding for finding in findings)
     resolved = config.resolve(loaded.pipeline, read_files=False).pipeline.model
-    for one in resolved.ranker.mixer.mixture.stacks:
-        assert (one.hstu.v_dim, one.hstu.scale_len, one.hstu.num_layers) == (4, resolved.max_seq_len, 2)
+    for item in resolved.ranker.mixer.mixture.stacks:
+        assert (item.hstu.v_dim, item.hstu.scale_len, item.hstu.num_layers) == (4, resolved.max_seq_len, 2)

@@ -17,13 +17,13 @@ from tests.config_texts import RANKER, RETRIEVER, load
 
 
 def all_messages():
-    found, waiting = {}, [pb.Pipeline.DESCRIPTOR]
+    results, waiting = {}, [pb.Pipeline.DESCRIPTOR]
     while waiting:
         message = waiting.pop()
-        if message.full_name not in found:
-            found[message.full_name] = message
+        if message.full_name not in results:
+            results[message.full_name] = message
             waiting += [field.message_type for field in message.fields if field.message_type]
-    return list(found.values())
+    return list(results.values())
 
 
 NUMBERS = (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_DOUBLE)
@@ -60,16 +60,16 @@ def test_backends_are_those_of_the_op():
 def test_only_rankers_with_a_mixer_that_keeps_one_score_with_a_cache(tmp_path):
     asked = "export.cached_scoring=true"
     assert config.check(load(RANKER, [asked], tmp_path).pipeline) == []
-    (found,) = config.check(load(RETRIEVER, [asked], tmp_path).pipeline)
-    assert found.endswith(
+    (finding,) = config.check(load(RETRIEVER, [asked], tmp_path).pipeline)
+    assert finding.endswith(
         "a retriever scores no candidates of a row, so there is nothing to cache; remove this setting"
     )
-    (found,) = config.check(load(RANKER, [asked, "model.ranker.mixer={sasrec {}}"], tmp_path).pipeline)
-    assert "mixer.sasrec cannot score with a cache; remove this setting, or use hstu or mixture" in found
+    (finding,) = config.check(load(RANKER, [asked, "model.ranker.mixer={sasrec {}}"], tmp_path).pipeline)
+    assert "mixer.sasrec cannot score with a cache; remove this setting, or use hstu or mixture" in finding
 
 
 def test_caching_mixers_are_those_that_can():
-    can = {name for name, found in registered(pb.Mixer).items() if hasattr(found.cls, "prefill")}
+    can = {name for name, actual in registered(pb.Mixer).items() if hasattr(actual.cls, "prefill")}
     assert can == set(export_rules.caching_mixers())
 
 

@@ -13,7 +13,7 @@ CONTEXTUAL = "model.ranker.preprocessor.contextual"
 ITEM = "features[0]"
 
 WARNINGS = [
-    (RANKER, ["train.accumulate_batches=2"], "train.accumulate_batches: holds for dense parameters only"),
+    (RANKER, ["train.accumulate_batches=2"], "train.accumulate_batches: applies to dense parameters only"),
     (RANKER, ["train.accumulate_batches=2", "model.embedding.placement=REPLICATED"], None),
     (
         RANKER,
@@ -118,11 +118,12 @@ WARNINGS = [
 def test_settings_without_effect_are_warnings(tmp_path, text, overrides, message):
     loaded = load(text, overrides, tmp_path)
     assert config.check(loaded.pipeline) == []
-    found = config.warnings(loaded.pipeline, loaded.locations)
-    assert len(found) == (message is not None)
-    assert message is None or message in found[0]
+    findings = config.warnings(loaded.pipeline, loaded.locations)
+    assert len(findings) == (message is not None)
+    assert message is None or message in findings[0]
     assert (
-        config.warnings(config.resolve(loaded.pipeline, read_files=False).pipeline, loaded.locations) == found
+        config.warnings(config.resolve(loaded.pipeline, read_files=False).pipeline, loaded.locations)
+        == findings
     )
 
 

@@ -68,7 +68,7 @@ RANKER_RULES = [
         "features[2].name: its column uih_author is also that of feature author",
         2,
     ),
-    ("features[2].name=uih_age", "features[2].name: 'uih_age' is a USER feature, and uih_ begins"),
+    ("features[2].name=uih_age", "features[2].name: 'uih_age' is a USER feature, but uih_ begins"),
     (
         "features[2].name=request_time",
         "features[2].name: its column request_time holds the time of the request",
@@ -132,7 +132,7 @@ RANKER_RULES = [
     (f"{TASK}.metrics=[{{}}]", f"{TASK}.metrics[0]: nothing is chosen; set one of auc"),
     (
         f"{TASK}.metrics=[{{auc {{}}}}, {{auc {{}}}}]",
-        f"{TASK}.metrics[1]: click/auc is also {TASK}.metrics[0]; drop one",
+        f"{TASK}.metrics[1]: click/auc is also {TASK}.metrics[0]; remove one",
     ),
     (
         f"{TASK}.loss={{binary_cross_entropy {{label_smoothing: 1}}}}",
@@ -233,8 +233,8 @@ RANKER_RULES = [
         "model.ranker.mixer={linear {qk_dim: 8 backend: 'sm90'}}",
         "mixer.linear.backend: no backend is called 'sm90'. Allowed here: auto, triton, reference.",
     ),
-    ("model.ranker.mixer={linear {}}", "mixer.linear.qk_dim: not set; it is needed"),
-    ("model.ranker.mixer={hybrid {}}", "mixer.hybrid.mixers: not set; it is needed"),
+    ("model.ranker.mixer={linear {}}", "mixer.linear.qk_dim: not set, but required"),
+    ("model.ranker.mixer={hybrid {}}", "mixer.hybrid.mixers: not set, but required"),
     (
         "model.ranker.mixer={hybrid {mixers {linear {qk_dim: 8}} mixers {sasrec {num_heads: 5}}}}",
         "mixer.hybrid.mixers[1].sasrec.num_heads: 5 does not divide model.embedding_dim, which is 32",
@@ -292,13 +292,13 @@ RANKER_RULES = [
     ),
     (
         "train.dense_optimizer={sgd {nesterov: true}}",
-        "train.dense_optimizer.sgd.nesterov: it looks along the momentum; set momentum too",
+        "train.dense_optimizer.sgd.nesterov: it looks ahead along the momentum; set momentum too",
     ),
     (
         "train.dense_optimizer.groups=[{}]",
-        "train.dense_optimizer.groups[0].parameters: not set; it is needed",
+        "train.dense_optimizer.groups[0].parameters: not set, but required",
     ),
-    ("train.schedule={step {}}", "train.schedule.step.every_steps: not set; it is needed"),
+    ("train.schedule={step {}}", "train.schedule.step.every_steps: not set, but required"),
 ]
 
 RETRIEVER_RULES = [
@@ -380,7 +380,7 @@ RETRIEVER_RULES = [
     ),
     (
         "model.max_seq_len=49",
-        "model.max_seq_len: 49 is given; data.max_history_len 50 need 50: give it as much, or lower those",
+        "model.max_seq_len: 49 is given; data.max_history_len 50 need 50: raise it, or lower those",
     ),
     (
         "train.evaluation.patience=3",
@@ -400,9 +400,9 @@ def _parts(rule):
 )
 def test_a_rule_finds_what_it_is_for(tmp_path, text, override, message, count):
     loaded = load(text, [override], tmp_path)
-    found = config.check(loaded.pipeline, loaded.locations)
-    assert any(message in finding for finding in found), found
-    assert len(found) == count, found
+    findings = config.check(loaded.pipeline, loaded.locations)
+    assert any(message in finding for finding in findings), findings
+    assert len(findings) == count, findings
 
 
 CONTEXTUAL = "model.ranker.preprocessor.contextual"
@@ -419,7 +419,7 @@ WITHOUT_USERS = ["features[2].sides=[HISTORY]", "features[3].sides=[HISTORY]"]
         ([f"{CONTEXTUAL}.joined_contextual={{}}", *WITHOUT_USERS], "joined_contextual: it is made of USER"),
         (
             [f"{CONTEXTUAL}={{content_contextualized {{}}}}", *WITHOUT_USERS],
-            "content_contextualized: it is made of USER features, and no feature has this side; drop it",
+            "content_contextualized: it is made of USER features, but no feature has this side; remove it",
         ),
         (
             [f"{CONTEXTUAL}.action_placement=INTERLEAVED", "model.max_seq_len=46"],
@@ -435,35 +435,38 @@ WITHOUT_USERS = ["features[2].sides=[HISTORY]", "features[3].sides=[HISTORY]"]
 )
 def test_a_rule_of_preprocessors(tmp_path, overrides, message):
     loaded = load(RANKER, overrides, tmp_path)
-    (found,) = config.check(loaded.pipeline, loaded.locations)
-    assert message in found
+    (finding,) = config.check(loaded.pipeline, loaded.locations)
+    assert message in finding
 
 
 def test_findings_carry_the_place_of_the_nearest_field(tmp_path):
     loaded = load(RANKER, [], tmp_path)
     loaded.pipeline.model.ranker.tasks[1].ClearField("loss")
-    (found,) = config.check(loaded.pipeline, loaded.locations)
+    (finding,) = config.check(loaded.pipeline, loaded.locations)
     line = next(number for number, text in enumerate(RANKER.split("\n"), 1) if '"time"' in text)
-    assert found == f"{tmp_path}/x.config:{line}: model.ranker.tasks[1].loss: not set; it is needed"
-    assert config.check(loaded.pipeline) == ["model.ranker.tasks[1].loss: not set; it is needed"]
+    assert finding == f"{tmp_path}/x.config:{line}: model.ranker.tasks[1].loss: not set, but required"
+    assert config.check(loaded.pipeline) == ["model.ranker.tasks[1].loss: not set, but required"]
 
 
 def test_enum_values_that_only_code_can_set():
     pipeline = text_format.Parse(RANKER, pb.Pipeline())
     pipeline.model.precision = pb.PRECISION_UNSPECIFIED
     pipeline.features[0].sides.append(9)
-    found = config.check(pipeline)
-    assert "model.precision: 0 is no value; it must be one of FP32, BF16" in found
-    assert "features[0].sides: 9 is no value; it must be one of USER, HISTORY, CANDIDATE, ITEM" in found
+    findings = config.check(pipeline)
+    assert "model.precision: 0 is not one of its values; it must be one of FP32, BF16" in findings
+    assert (
+        "features[0].sides: 9 is not one of its values; it must be one of USER, HISTORY, CANDIDATE, ITEM"
+        in findings
+    )
 
 
 def test_gauc_needs_users(tmp_path):
     overrides = [f"{TASK}.metrics=[{{gauc {{}}}}]", "data.key_columns="]
-    (found,) = config.check(load(RANKER, overrides, tmp_path).pipeline)
-    assert found.startswith(f"{TASK}.metrics[0].gauc: needs to know the user of a row")
+    (finding,) = config.check(load(RANKER, overrides, tmp_path).pipeline)
+    assert finding.startswith(f"{TASK}.metrics[0].gauc: needs to know the user of a row")
 
 
 def test_nothing_at_all_is_a_list_of_findings():
-    found = config.check(pb.Pipeline())
+    findings = config.check(pb.Pipeline())
     for path in ("features", "data.train", "model", "train"):
-        assert any(line.startswith(f"{path}: ") for line in found)
+        assert any(line.startswith(f"{path}: ") for line in findings)

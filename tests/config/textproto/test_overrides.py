@@ -66,8 +66,8 @@ def test_the_last_one_counts(write):
         ("features.name=a", "features: repeated; say which one, for example features[0]"),
         ("features[2].name=a", "features[2]: there are 1, counted from 0"),
         ("features[0]={}", "features[0]: one element cannot be replaced"),
-        ("features[-1].name=a", "'features[-1]' is not the name of a field"),
-        ("=1", "'' is not the name of a field"),
+        ("features[-1].name=a", "'features[-1]' is not a field name"),
+        ("=1", "'' is not a field name"),
         (
             "train.schedule={warmup_step: 1}",
             "train.schedule.warmup_step: no such field. Did you mean warmup_steps?",
@@ -81,11 +81,11 @@ def test_the_last_one_counts(write):
 )
 def test_mistakes_name_the_flag(write, override, message):
     name = write("features {} model { ranker { mixer { hstu {} } } }")
-    (found,) = findings(config.load, name, [override])
-    assert found.startswith(f"--set {override}: ")
-    assert message in found
+    (finding,) = findings(config.load, name, [override])
+    assert finding.startswith(f"--set {override}: ")
+    assert message in finding
 
 
 def test_findings_of_checks_name_the_flag_too(write):
-    found = findings(config.prepare, write(RANKER), ["data.batch_size=0"])
-    assert "--set data.batch_size=0: data.batch_size: 0 is given; it must be 1 or more" in found
+    findings_of_config = findings(config.prepare, write(RANKER), ["data.batch_size=0"])
+    assert "--set data.batch_size=0: data.batch_size: 0 is given; it must be 1 or more" in findings_of_config

@@ -94,15 +94,17 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[text[:30] for text, _ in MISTAKES])
 def test_a_mistake_is_named_with_its_line_and_path(write, text, message):
-    found = findings(config.load, write(f"\n\n{text}\n}}" if text.count("'") % 2 else f"\n\n{text}"))
-    assert message.replace("@", "3") in found[0]
-    assert len(found) == 1
+    findings_of_config = findings(
+        config.load, write(f"\n\n{text}\n}}" if text.count("'") % 2 else f"\n\n{text}")
+    )
+    assert message.replace("@", "3") in findings_of_config[0]
+    assert len(findings_of_config) == 1
 
 
 def test_all_mistakes_at_once_in_the_order_of_the_text(write):
     texts = [text for text, _ in MISTAKES if "'x }" not in text]
-    found = findings(config.load, write("\n".join(texts)))
-    assert {int(line.split(":")[1]) for line in found} == set(range(1, len(texts) + 1))
+    findings_of_config = findings(config.load, write("\n".join(texts)))
+    assert {int(line.split(":")[1]) for line in findings_of_config} == set(range(1, len(texts) + 1))
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,13 @@ def test_newest_events_that_belong(channel: Channel) -> None:
         events += mine
         lengths.append(len(mine))
         start += count
-    found = select(channel, actions, seconds, np.array(LENGTHS))
-    assert found.events.tolist() == events
-    assert found.lengths.tolist() == lengths
-    assert found.events.dtype == found.lengths.dtype == np.int64
+    actual = select(channel, actions, seconds, np.array(LENGTHS))
+    assert actual.events.tolist() == events
+    assert actual.lengths.tolist() == lengths
+    assert actual.events.dtype == actual.lengths.dtype == np.int64
 
 
 def test_no_rows() -> None:
     nothing = np.zeros(0, np.int64)
-    found = select(Channel("clicks", bits=1, max_events=2), nothing, np.zeros(0, np.float32), nothing)
-    assert len(found.events) == len(found.lengths) == 0
+    actual = select(Channel("clicks", bits=1, max_events=2), nothing, np.zeros(0, np.float32), nothing)
+    assert len(actual.events) == len(actual.lengths) == 0

@@ -192,7 +192,7 @@ CASES = {
     "same key and time": (
         same_key,
         "duplicate_key",
-        r"has the same user_id = 3 and request_time = 1030 as another row, 1 before it",
+        r"has the same user_id = 3 and request_time = 1030 as another row, 1 row before it",
         {},
     ),
 }
@@ -341,7 +341,7 @@ def test_a_bad_row_of_a_multi_valued_user_feature(sample, converter):
 )
 def test_numbers_that_float32_cannot_hold_are_bad_rows(sample, converter, numeric, largest):
     """Not a loss that is infinite some steps later."""
-    duration = next(one for one in sample.pipeline.features if one.name == "duration")
+    duration = next(item for item in sample.pipeline.features if item.name == "duration")
     duration.numeric.Clear()
     text_format.Parse(numeric, duration.numeric)
     rows = sample.rows(3)

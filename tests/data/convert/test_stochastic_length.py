@@ -96,18 +96,18 @@ def test_equal_times_and_no_rows() -> None:
 
 
 def pipeline() -> pb.Pipeline:
-    found = pb.Pipeline()
-    found.data.max_history_len = 20
-    found.data.stochastic_length.alpha = 1.4
+    actual = pb.Pipeline()
+    actual.data.max_history_len = 20
+    actual.data.stochastic_length.alpha = 1.4
     for name, sides in (("item_id", [pb.HISTORY, pb.CANDIDATE]),):
-        feature = found.features.add(name=name, sides=sides)
+        feature = actual.features.add(name=name, sides=sides)
         feature.id.hash.num_buckets = 1000
         feature.id.table = name
-    found.model.embedding_dim = 4
-    found.model.max_seq_len = 64
-    task = found.model.ranker.tasks.add(name="is_click")
+    actual.model.embedding_dim = 4
+    actual.model.max_seq_len = 64
+    task = actual.model.ranker.tasks.add(name="is_click")
     task.loss.binary_cross_entropy.SetInParent()
-    return resolve(found, read_files=False).pipeline
+    return resolve(actual, read_files=False).pipeline
 
 
 def table(count: int) -> pa.Table:
@@ -145,7 +145,7 @@ def test_columns_stay_aligned_and_only_training_is_thinned_out() -> None:
     got = list(zip(thinned.flat["uih_item_id"].values, thinned.flat["uih_timestamps"].values, strict=True))
     assert len(got) == thinned.lengths[pb.HISTORY].sum() > 0
     # Every event of training is one of evaluation, in the same order.
-    order = [pairs[one] for one in got]
+    order = [pairs[item] for item in got]
     assert order == sorted(order)
 
 

@@ -86,18 +86,18 @@ def test_all_repeats_are_found(files, bits, held):
         patch.setattr(duplicates, "_HASHES", held)
         patch.setattr(duplicates, "_TABLES", 1)
         patch.setattr(duplicates, "hash_keys", few_hashes if bits else no_hash)
-        found = find_duplicates(source, skipping())
-    assert dict(zip(found.rows.tolist(), found.firsts.tolist(), strict=True)) == expected
-    assert found.rows.tolist() == sorted(expected)
+        actual = find_duplicates(source, skipping())
+    assert dict(zip(actual.rows.tolist(), actual.firsts.tolist(), strict=True)) == expected
+    assert actual.rows.tolist() == sorted(expected)
     names = [
         f"file-{file}, row {row}" for file, groups in enumerate(files) for row in range(sum(map(len, groups)))
     ]
     for place, (row, first) in enumerate(sorted(expected.items())):
-        assert found.name(row) == names[row] and found.first(place) == names[first]
+        assert actual.name(row) == names[row] and actual.first(place) == names[first]
     for group in source.row_groups:
-        inside, places = found.of_table(group.file, group.first_row, group.num_rows)
+        inside, places = actual.of_table(group.file, group.first_row, group.num_rows)
         whole = [names.index(f"file-{group.file}, row {group.first_row + row}") for row in inside]
-        assert whole == found.rows[places].tolist()
+        assert whole == actual.rows[places].tolist()
         assert set(whole) == {
             row
             for row in expected
@@ -211,7 +211,9 @@ def test_who_does_not_look_finds_those_of_a_row_group(repeating, sample):
     rows[8] = rows[6]
     sample.write(rows, "other/part.parquet")
     sample.pipeline.data.train.parquet.paths[:] = [str(sample.folder / "other")]
-    with pytest.raises(DataError, match=r"row 8: has the same user_id = 6 .* as another row, 2 before it"):
+    with pytest.raises(
+        DataError, match=r"row 8: has the same user_id = 6 .* as another row, 2 rows before it"
+    ):
         list(Loader.open(sample.pipeline, "train", RULE).epoch())
 
 
@@ -248,6 +250,6 @@ def test_memory_is_bounded_when_every_row_is_the_same(monkeypatch):
 
     monkeypatch.setattr(duplicates, "_fold", watched)
     source = Tables([[same] * 200])
-    found = duplicates._Search(source, ["user", "request_time"], limit=3).run()
-    assert found.rows.tolist() == [1, 2, 3] and found.firsts.tolist() == [0, 0, 0]
+    actual = duplicates._Search(source, ["user", "request_time"], limit=3).run()
+    assert actual.rows.tolist() == [1, 2, 3] and actual.firsts.tolist() == [0, 0, 0]
     assert largest <= 200

@@ -21,23 +21,23 @@ ORDERS = st.builds(
 
 
 def row_groups(files: list[list[int]]) -> list[RowGroup]:
-    found = []
+    results = []
     for number, sizes in enumerate(files):
         starts = np.cumsum([0, *sizes]).tolist()
-        found += [RowGroup(number, i, starts[i], size) for i, size in enumerate(sizes)]
-    return found
+        results += [RowGroup(number, i, starts[i], size) for i, size in enumerate(sizes)]
+    return results
 
 
 def rows_of(plan: EpochPlan, index: int) -> list[tuple[int, int]]:
     """(file, row) of a batch, one by one."""
-    found = []
+    results = []
     for part in plan.batch(index):
         members, order = plan.block(part.block)
         rows = [
             (g.file, g.first_row + i) for g in (plan.groups[m] for m in members) for i in range(g.num_rows)
         ]
-        found += [rows[i] for i in (range(len(rows)) if order is None else order)][part.start : part.stop]
-    return found
+        results += [rows[i] for i in (range(len(rows)) if order is None else order)][part.start : part.stop]
+    return results
 
 
 def all_rows(files: list[list[int]]) -> Counter:

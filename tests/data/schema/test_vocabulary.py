@@ -161,8 +161,8 @@ def test_normalize(log1p):
 
 
 def test_tables_that_features_share(sample):
-    found = mappings(sample.pipeline)
-    assert {name: (type(one).__name__, one.rows) for name, one in found.items()} == {
+    actual = mappings(sample.pipeline)
+    assert {name: (type(one).__name__, one.rows) for name, one in actual.items()} == {
         "user": ("HashBuckets", 97),
         "item": ("Vocabulary", 7),
         "tags": ("HashBuckets", 11),

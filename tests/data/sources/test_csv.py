@@ -48,7 +48,7 @@ def test_the_same_batches_as_from_parquet(plain, delimiter, between):
         for split in (plain.pipeline.data.train, source)
     )
     rows = [{}, {}]
-    for found, batches in zip(rows, (one, two), strict=True):
+    for actual, batches in zip(rows, (one, two), strict=True):
         for batch in batches:
             start = 0
             for i, row in enumerate(batch.rows.row.tolist()):
@@ -56,7 +56,7 @@ def test_the_same_batches_as_from_parquet(plain, delimiter, between):
                 items = batch.ids["uih_item_id"].to_dense()[i].tolist()
                 times = batch.uih_timestamps[start : start + events].tolist()
                 user = batch.ids["user_id"].to_dense()[i].tolist()
-                found[row] = (user, items, times, int(batch.request_time[i]), int(batch.group[i]))
+                actual[row] = (user, items, times, int(batch.request_time[i]), int(batch.group[i]))
                 start += events
     assert rows[0] == rows[1] and len(rows[0]) == 20
 
@@ -70,24 +70,24 @@ def test_a_text_feature_of_digits_stays_text(plain):
 
 def test_runs_of_rows_are_row_groups(plain):
     rows = [dict(plain.plain_rows[1], user_id=i) for i in range(2500)]
-    found = open_source(csv(write_csv(plain.folder / "rows.csv", rows)), plain.pipeline)
-    assert found.files[0].rows == (1024, 1024, 452)
-    assert found.read(0, 2, ["user_id"])["user_id"].to_pylist() == [str(i) for i in range(2048, 2500)]
+    opened = open_source(csv(write_csv(plain.folder / "rows.csv", rows)), plain.pipeline)
+    assert opened.files[0].rows == (1024, 1024, 452)
+    assert opened.read(0, 2, ["user_id"])["user_id"].to_pylist() == [str(i) for i in range(2048, 2500)]
 
 
 def test_empty_fields(plain):
     rows = plain.plain_rows[:2]
     rows[1].update(uih_item_id=[], uih_timestamps=[], uih_actions=[], uih_watch_time=[], age=None)
-    found = open_source(csv(write_csv(plain.folder / "rows.csv", rows)), plain.pipeline)
-    assert found.read(0, 0, ["uih_item_id", "age"]).to_pylist()[1] == {"uih_item_id": [], "age": None}
+    opened = open_source(csv(write_csv(plain.folder / "rows.csv", rows)), plain.pipeline)
+    assert opened.read(0, 0, ["uih_item_id", "age"]).to_pylist()[1] == {"uih_item_id": [], "age": None}
 
 
 @pytest.mark.parametrize(("keys", "expected"), [([], ""), (["user_id"], None)])
 def test_an_empty_text_is_an_unknown_id_but_no_key(plain, keys, expected):
     plain.set_keys(*keys)
     plain.plain_rows[1]["user_id"] = None
-    found = open_source(csv(write_csv(plain.folder / "rows.csv", plain.plain_rows[:2])), plain.pipeline)
-    assert found.read(0, 0, ["user_id"])["user_id"].to_pylist() == ["0", expected]
+    opened = open_source(csv(write_csv(plain.folder / "rows.csv", plain.plain_rows[:2])), plain.pipeline)
+    assert opened.read(0, 0, ["user_id"])["user_id"].to_pylist() == ["0", expected]
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_lists_in_lists_need_parquet(sample):
 
 def test_a_file_that_changed(plain):
     path = write_csv(plain.folder / "rows.csv", plain.plain_rows)
-    found = open_source(csv(path), plain.pipeline)
-    found.read(0, 0, ["age"])
+    opened = open_source(csv(path), plain.pipeline)
+    opened.read(0, 0, ["age"])
     fresh = open_source(csv(path), plain.pipeline)
-    assert fresh.files[0].fingerprint == found.files[0].fingerprint
+    assert fresh.files[0].fingerprint == opened.files[0].fingerprint
     write_csv(path, plain.plain_rows[1:])
     with pytest.raises(DataError, match="rows.csv: it changed while it was read"):
         fresh.read(0, 0, ["age"])

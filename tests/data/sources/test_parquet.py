@@ -33,8 +33,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def names(found) -> list[str]:
-    return [file.path.rsplit("/", 1)[1] for file in found.files]
+def names(opened) -> list[str]:
+    return [file.path.rsplit("/", 1)[1] for file in opened.files]
 
 
 def test_folders_globs_and_files(folder):
@@ -48,9 +48,9 @@ def test_folders_globs_and_files(folder):
 def test_a_name_may_have_the_characters_of_a_pattern_in_it(folder, odd):
     path = write(folder / odd / "x[0].parquet", 7)
     for given in (path, path.parent, f"file://{path}"):
-        found = source(given)
-        assert names(found) == ["x[0].parquet"]
-        assert found.read(0, 0, ["x"])["x"].to_pylist() == list(range(7, 17))
+        opened = source(given)
+        assert names(opened) == ["x[0].parquet"]
+        assert opened.read(0, 0, ["x"])["x"].to_pylist() == list(range(7, 17))
 
 
 def test_fsspec_addresses(folder):
@@ -59,19 +59,19 @@ def test_fsspec_addresses(folder):
 
     memory = fsspec.filesystem("memory")
     memory.pipe("/rows/a.parquet", (folder / "train" / "part-1.parquet").read_bytes())
-    found = source("memory://rows")
-    assert [file.path for file in found.files] == ["memory:///rows/a.parquet"]
-    assert found.read(0, 2, ["x"])["x"].to_pylist() == [120, 121, 122, 123, 124]
+    opened = source("memory://rows")
+    assert [file.path for file in opened.files] == ["memory:///rows/a.parquet"]
+    assert opened.read(0, 2, ["x"])["x"].to_pylist() == [120, 121, 122, 123, 124]
     memory.rm("/rows", recursive=True)
 
 
 def test_row_groups_and_rows(folder):
-    found = source(folder / "train")
-    assert found.num_rows == 75
-    assert found.row_groups[2:5] == [RowGroup(0, 2, 20, 5), RowGroup(1, 0, 0, 10), RowGroup(1, 1, 10, 10)]
-    rows = [x for g in found.row_groups for x in found.read(g.file, g.number, ["x"])["x"].to_pylist()]
+    opened = source(folder / "train")
+    assert opened.num_rows == 75
+    assert opened.row_groups[2:5] == [RowGroup(0, 2, 20, 5), RowGroup(1, 0, 0, 10), RowGroup(1, 1, 10, 10)]
+    rows = [x for g in opened.row_groups for x in opened.read(g.file, g.number, ["x"])["x"].to_pylist()]
     assert rows == [100 * i + j for i in range(3) for j in range(25)]
-    assert found.read(1, 2, ["y"]).column_names == ["y"]
+    assert opened.read(1, 2, ["y"]).column_names == ["y"]
 
 
 @pytest.mark.parametrize("pattern", ["none.parquet", "none", "train/*.csv", "empty"])
@@ -84,7 +84,7 @@ def test_nothing_there(folder, pattern):
 def test_an_address_of_a_protocol_that_cannot_be_read(monkeypatch):
     absent = {"class": "no_such_package.FileSystem", "err": "needs the moon"}
     monkeypatch.setitem(known_implementations, "nowhere", absent)
-    with pytest.raises(DataError, match="s33:// is no known protocol. Did you mean s3://?"):
+    with pytest.raises(DataError, match="s33:// is not a known protocol. Did you mean s3://?"):
         source("s33://bucket/a.parquet")
     with pytest.raises(
         InstallationError, match=r"\(needs the moon\); type: python -m pip install no_such_pac"
@@ -109,7 +109,7 @@ def test_a_truncated_file(folder, keep):
     path = folder / "train" / "part-1.parquet"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(
-        DataError, match=r"part-1.parquet: not a complete parquet file .*copy or make it anew"
+        DataError, match=r"part-1.parquet: not a complete parquet file .*copy it again, or make a new one"
     ):
         source(folder / "train")
 
@@ -130,12 +130,12 @@ def test_a_flipped_bit_in_the_rows(folder):
     place = content.find((3).to_bytes(8, "little") + (4).to_bytes(8, "little"))
     content[place] ^= 1 << 5
     path.write_bytes(bytes(content))
-    found = source(path)
+    opened = source(path)
     with pytest.raises(
         DataError, match=r"part-0.parquet, row group 0: cannot be read .*CRC.*The file is damaged"
     ):
-        found.read(0, 0, ["x"])
-    assert found.read(0, 1, ["x"]).num_rows == 10
+        opened.read(0, 0, ["x"])
+    assert opened.read(0, 1, ["x"]).num_rows == 10
 
 
 def test_fingerprint_follows_the_footer_not_the_place(folder, tmp_path):
@@ -151,9 +151,9 @@ def test_schema_is_checked_for_every_file(sample):
     sample.write(sample.rows(5), "train/a.parquet")
     lacking = sample.table(sample.rows(5)).drop_columns(["age"])
     pq.write_table(lacking, sample.folder / "train" / "b.parquet")
-    found = source(sample.folder / "train")
+    opened = source(sample.folder / "train")
     with pytest.raises(DataError, match=r"train/b.parquet: no column age"):
-        found.check(sample.pipeline, "train")
+        opened.check(sample.pipeline, "train")
     texts = sample.table(sample.rows(5))
     place = texts.schema.get_field_index("user_id")
     pq.write_table(

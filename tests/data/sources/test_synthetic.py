@@ -39,8 +39,10 @@ def test_the_same_rows_each_time_and_in_each_process(sample):
 
 
 def test_lengths_are_uniform_and_ids_follow_a_power_law(sample):
-    found = open_source(source(num_rows=5000, max_candidates=4), sample.pipeline)
-    tables = [found.read(0, i, ["uih_item_id", "candidate_item_id"]) for i in range(len(found.files[0].rows))]
+    opened = open_source(source(num_rows=5000, max_candidates=4), sample.pipeline)
+    tables = [
+        opened.read(0, i, ["uih_item_id", "candidate_item_id"]) for i in range(len(opened.files[0].rows))
+    ]
     lengths = [len(x) for t in tables for x in t["uih_item_id"].to_pylist()]
     counts = np.bincount(lengths)
     # 13 lengths, 385 rows each, standard deviation 19.

@@ -75,12 +75,12 @@ def test_processes_go_ahead_by_so_much_and_no_more(tmp_path):
 
 def test_a_known_error_arrives_in_its_turn(tmp_path):
     pool = pool_of(Squares(tmp_path, {3: DataError("x.parquet, row 5: bad")}), 8, 2)
-    found = []
+    results = []
     with pytest.raises(DataError, match=r"x.parquet, row 5: bad"):
         for batch in pool:
-            found.append(batch)
+            results.append(batch)
     pool.close()
-    assert found == [0, 1, 4]
+    assert results == [0, 1, 4]
 
 
 def test_an_unknown_error_names_the_process(tmp_path):

@@ -18,11 +18,11 @@ def make(**fields) -> MmoeHead:
 def by_hand(head: MmoeHead, user: list[float], item: list[float]) -> list[float]:
     x = [a * b for a, b in zip(user, item, strict=True)]
     experts = [plain.expert(module, x) for module in head.experts]
-    found = []
+    results = []
     for gate, tower in zip(head.gates, head.towers, strict=True):
         weights = plain.softmax(plain.mlp(gate.scores, x))
-        found += plain.mlp(tower, plain.mixture(weights, experts))
-    return found
+        results += plain.mlp(tower, plain.mixture(weights, experts))
+    return results
 
 
 def test_formula():
@@ -49,7 +49,7 @@ def test_weights_of_a_gate_add_up_to_one():
         torch.testing.assert_close(gate(x, [same] * 5), same)
         # One expert differs: its weight shows, and no weight is negative.
         shares = torch.stack(
-            [gate(x, [torch.full_like(same, float(k == one)) for k in range(5)])[:, 0] for one in range(5)]
+            [gate(x, [torch.full_like(same, float(k == item)) for k in range(5)])[:, 0] for item in range(5)]
         )
         assert (shares > 0).all()
         torch.testing.assert_close(shares.sum(0), torch.ones(20, dtype=torch.float64))

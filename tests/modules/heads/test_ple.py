@@ -67,14 +67,14 @@ def reached(head: PleHead, task: int) -> set[str]:
     user, item = torch.randn(9, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)
     head.zero_grad()
     head(user, item).split(OUTPUTS, 1)[task].square().sum().backward()
-    found = set()
+    results = set()
     for number, level in enumerate(head.levels):
         for owner, experts in [("shared", level.shared), *enumerate(level.own)]:
             grads = [expert[0][0].weight.grad for expert in experts]
             some = [grad is not None and bool(grad.any()) for grad in grads]
             assert len(set(some)) == 1, "all of them or none"
-            found |= {f"{number}/{owner}"} if some[0] else set()
-    return found
+            results |= {f"{number}/{owner}"} if some[0] else set()
+    return results
 
 
 def test_a_task_trains_its_own_experts_and_the_shared_ones():

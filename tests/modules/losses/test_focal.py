@@ -47,8 +47,8 @@ def test_smoothed_labels_mix_the_losses_of_both_classes(alpha):
         expected = torch.tensor(
             [0.85 * paper(z, label, 1.5, alpha) + 0.15 * paper(z, 1 - label, 1.5, alpha) for z in logits]
         )
-        found = FocalLoss(config)(torch.tensor(logits), torch.full((3,), float(label)))
-        torch.testing.assert_close(found, expected)
+        actual = FocalLoss(config)(torch.tensor(logits), torch.full((3,), float(label)))
+        torch.testing.assert_close(actual, expected)
 
 
 def test_small_gamma_has_a_gradient_where_the_true_class_is_certain():

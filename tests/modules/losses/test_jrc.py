@@ -21,7 +21,7 @@ def problem(dtype=torch.float64):
 
 
 def by_hand(logits, labels, lengths, share: float, whole_row: bool) -> list[float]:
-    found, start = [], 0
+    results, start = [], 0
     for length in lengths:
         row = [(logits[i].tolist(), int(labels[i])) for i in range(start, start + length)]
         for place, (z, y) in enumerate(row):
@@ -30,9 +30,9 @@ def by_hand(logits, labels, lengths, share: float, whole_row: bool) -> list[floa
             for other, (z_other, y_other) in enumerate(row):
                 if other != place and (whole_row or y_other != y):
                     competing += math.exp(z_other[y])
-            found.append(share * by_class + (1 - share) * (math.log(competing) - z[y]))
+            results.append(share * by_class + (1 - share) * (math.log(competing) - z[y]))
         start += length
-    return found
+    return results
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -41,8 +41,8 @@ def test_formula(rivals, share):
     logits, labels = problem()
     loss = JrcLoss(pb.JrcLoss(pointwise_share=share, rivals=rivals))
     expected = by_hand(logits, labels, LENGTHS, share, rivals == pb.JrcLoss.WHOLE_ROW)
-    found = loss(logits, labels, rows_of(*LENGTHS))
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    actual = loss(logits, labels, rows_of(*LENGTHS))
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("rivals", [pb.JrcLoss.OTHER_CLASS, pb.JrcLoss.WHOLE_ROW])
@@ -74,8 +74,8 @@ def test_a_rival_far_below_the_others_still_counts():
 def test_all_of_the_share_is_cross_entropy_of_the_difference():
     logits, labels = problem(torch.float32)
     plain = BinaryCrossEntropy(pb.BinaryCrossEntropy())(logits[:, 1] - logits[:, 0], labels)
-    found = JrcLoss(pb.JrcLoss(pointwise_share=1))(logits, labels, rows_of(*LENGTHS))
-    torch.testing.assert_close(found, plain)
+    actual = JrcLoss(pb.JrcLoss(pointwise_share=1))(logits, labels, rows_of(*LENGTHS))
+    torch.testing.assert_close(actual, plain)
 
 
 def test_predictions_are_probabilities():

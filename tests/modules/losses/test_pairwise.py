@@ -23,7 +23,7 @@ def problem(labels=BINARY, dtype=torch.float64):
 
 
 def pairs_by_hand(logits, labels, lengths) -> list[float]:
-    found, start = [], 0
+    results, start = [], 0
     for length in lengths:
         row = range(start, start + length)
         for i in row:
@@ -32,26 +32,26 @@ def pairs_by_hand(logits, labels, lengths) -> list[float]:
                 better, worse = (i, j) if labels[i] > labels[j] else (j, i)
                 if labels[i] != labels[j]:
                     losses.append(math.log1p(math.exp(-(logits[better] - logits[worse]).item())))
-            found.append(sum(losses) / len(losses) if losses else 0.0)
+            results.append(sum(losses) / len(losses) if losses else 0.0)
         start += length
-    return found
+    return results
 
 
 @pytest.mark.parametrize("labels", [BINARY, GRADED], ids=["binary", "graded"])
 def test_pairs(labels):
     logits, labels = problem(labels)
-    found = PairwiseLoss(pb.PairwiseLoss(pointwise_share=0))(logits, labels, rows_of(*LENGTHS))
+    actual = PairwiseLoss(pb.PairwiseLoss(pointwise_share=0))(logits, labels, rows_of(*LENGTHS))
     expected = torch.tensor(pairs_by_hand(logits, labels, LENGTHS), dtype=torch.float64)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     # A row of one candidate, and one of equal labels: no pairs.
-    assert found[4] == 0 and not found[10:13].any()
+    assert actual[4] == 0 and not actual[10:13].any()
 
 
 def test_a_row_pays_its_mean_over_pairs_for_each_candidate():
     logits, labels = torch.randn(5, dtype=torch.float64), torch.tensor([1.0, 0, 0, 1, 0], dtype=torch.float64)
-    found = PairwiseLoss(pb.PairwiseLoss(pointwise_share=0))(logits, labels, rows_of(5))
+    actual = PairwiseLoss(pb.PairwiseLoss(pointwise_share=0))(logits, labels, rows_of(5))
     pairs = [math.log1p(math.exp((logits[j] - logits[i]).item())) for i in (0, 3) for j in (1, 2, 4)]
-    assert found.sum().item() == pytest.approx(5 * sum(pairs) / len(pairs))
+    assert actual.sum().item() == pytest.approx(5 * sum(pairs) / len(pairs))
 
 
 @pytest.mark.parametrize(

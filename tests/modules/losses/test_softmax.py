@@ -59,10 +59,10 @@ def test_shared_negatives_leave_out_the_target_and_count_the_positive_once():
     for query, target in zip(queries, targets.tolist(), strict=True):
         others = [table[i] for i in item_ids.tolist() if i != target]
         expected.append(0.0 if target == IGNORED else by_hand(query, table[target], others))
-    found = make()(
+    actual = make()(
         queries, table[item_ids], targets, positives=table[targets.clamp(min=0)], item_ids=item_ids
     )
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_drawing_every_item_is_the_full_form():
@@ -179,7 +179,7 @@ def test_a_target_outside_names_its_row(target):
     queries, items, targets = full_problem()
     targets[3] = target
     with pytest.raises(
-        ValueError, match=f"target of row 3 is {target}, which is no row of weight: allowed are 0 to 8"
+        ValueError, match=f"target of row 3 is {target}, which is not a row of weight: allowed are 0 to 8"
     ):
         make()(queries, items, targets)
 
@@ -245,12 +245,12 @@ def test_the_gradient_of_a_learned_temperature(form, l2_normalize):
             kinds["log_weights"] = torch.tensor([0.3, -1.0, 2.0, 0.0, -0.4], dtype=torch.float64)
     cotangent = torch.randn(len(given[2]), dtype=torch.float64)
     loss = learned(TEMPERATURE)
-    found = loss(*given, **kinds)
+    actual = loss(*given, **kinds)
     at = loss.temperature.item()
-    (gradient,) = torch.autograd.grad(found, loss.log_excess, cotangent)
+    (gradient,) = torch.autograd.grad(actual, loss.log_excess, cotangent)
     step = 1e-5
     around = [(make(at + sign * step)(*given, **kinds) * cotangent).sum().item() for sign in (1, -1)]
     # temperature = limit + exp(log_excess)
     wanted = (around[0] - around[1]) / (2 * step) * (at - 0.01)
     assert gradient.item() == pytest.approx(wanted, rel=1e-6)
-    torch.testing.assert_close(found, make(at)(*given, **kinds))
+    torch.testing.assert_close(actual, make(at)(*given, **kinds))

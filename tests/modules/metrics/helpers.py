@@ -44,10 +44,10 @@ def gauc(data: Candidates) -> float:
     of_group = defaultdict(list)
     for p, y, group in rows(data):
         of_group[group].append((p, y))
-    found = [(_auc(list_of), len(list_of)) for list_of in of_group.values()]
-    found = [(value, size) for value, size in found if not math.isnan(value)]
-    total = sum(size for _, size in found)
-    return sum(value * size for value, size in found) / total if total else math.nan
+    actual = [(_auc(list_of), len(list_of)) for list_of in of_group.values()]
+    actual = [(value, size) for value, size in actual if not math.isnan(value)]
+    total = sum(size for _, size in actual)
+    return sum(value * size for value, size in actual) / total if total else math.nan
 
 
 def log_loss(data: Candidates, eps: float = 1e-7) -> float:

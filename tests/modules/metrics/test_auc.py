@@ -53,7 +53,7 @@ def test_a_million_rows_are_exact_and_quick():
         ones = torch.ones(len(chunk))
         metric.update(predictions[chunk], predictions[chunk] % 2, ones, chunk)
     start = time.perf_counter()
-    found = metric.compute().item()
+    actual = metric.compute().item()
     seconds = time.perf_counter() - start
-    assert found == pytest.approx((half + 1) / (2 * half), rel=1e-15)
+    assert actual == pytest.approx((half + 1) / (2 * half), rel=1e-15)
     assert seconds < 20  # 0.8 s on one quiet core; a loop over pairs or rows takes minutes

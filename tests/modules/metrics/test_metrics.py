@@ -29,8 +29,8 @@ def value(kind: str, *batches) -> float:
     return metric.compute().item()
 
 
-def close(found: float, expected: float) -> bool:
-    return math.isclose(found, expected, rel_tol=1e-7) or (math.isnan(found) and math.isnan(expected))
+def close(actual: float, expected: float) -> bool:
+    return math.isclose(actual, expected, rel_tol=1e-7) or (math.isnan(actual) and math.isnan(expected))
 
 
 def test_every_metric_has_a_name_and_a_direction():

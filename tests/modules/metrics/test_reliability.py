@@ -33,26 +33,26 @@ def far_apart(count: int, seed: int = 0) -> Candidates:
 def test_bins_are_runs_of_the_sorted_candidates():
     data = far_apart(200)
     ordered = sorted(zip(data.predictions.tolist(), data.labels.tolist(), strict=True))
-    found = bins_of(data)
-    assert [one.candidates for one in found] == [20] * 10
-    for number, one in enumerate(found):
+    actual = bins_of(data)
+    assert [item.candidates for item in actual] == [20] * 10
+    for number, item in enumerate(actual):
         part = ordered[20 * number : 20 * number + 20]
-        assert one.predicted == pytest.approx(sum(p for p, _ in part) / 20, rel=1e-6)
-        assert one.observed == pytest.approx(sum(y for _, y in part) / 20)
+        assert item.predicted == pytest.approx(sum(p for p, _ in part) / 20, rel=1e-6)
+        assert item.observed == pytest.approx(sum(y for _, y in part) / 20)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_ties_stay_together_and_nobody_is_lost(seed):
     data = random_candidates(300, levels=7, seed=seed)
-    found = bins_of(data)
+    actual = bins_of(data)
     kept = [(p, y) for p, y, w in zip(*(c.tolist() for c in data[:3]), strict=True) if w]
     groups = {p: [y for q, y in kept if q == p] for p in sorted({p for p, _ in kept})}
-    assert sum(one.candidates for one in found) == len(kept)
+    assert sum(item.candidates for item in actual) == len(kept)
     # Six values, each of more than a tenth of the candidates: a bin each.
-    assert [one.candidates for one in found] == [len(labels) for labels in groups.values()]
-    assert [one.predicted for one in found] == pytest.approx(list(groups), rel=1e-6)
+    assert [item.candidates for item in actual] == [len(labels) for labels in groups.values()]
+    assert [item.predicted for item in actual] == pytest.approx(list(groups), rel=1e-6)
     rates = [sum(labels) / len(labels) for labels in groups.values()]
-    assert [one.observed for one in found] == pytest.approx(rates)
+    assert [item.observed for item in actual] == pytest.approx(rates)
 
 
 def test_weights_decide_means_and_sizes():
@@ -73,9 +73,9 @@ def test_batches_add_up():
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_one_class(label):
     data = far_apart(40)
-    found = bins_of(data._replace(labels=torch.full((40,), label)))
-    assert {one.observed for one in found} == {label}
-    assert sum(one.candidates for one in found) == 40
+    actual = bins_of(data._replace(labels=torch.full((40,), label)))
+    assert {item.observed for item in actual} == {label}
+    assert sum(item.candidates for item in actual) == 40
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
@@ -85,14 +85,14 @@ def test_no_candidates():
 
 
 def test_certainty_counts():
-    found = bins_of(candidates([0.0, 1.0, 0.5], [0.0, 1.0, 1.0]))
-    assert [(one.predicted, one.observed) for one in found] == [(0, 0), (0.5, 1), (1, 1)]
+    actual = bins_of(candidates([0.0, 1.0, 0.5], [0.0, 1.0, 1.0]))
+    assert [(item.predicted, item.observed) for item in actual] == [(0, 0), (0.5, 1), (1, 1)]
 
 
 def test_what_is_not_a_number_is_seen_in_the_first_bin_only():
     first, *others = bins_of(candidates([math.nan, 0.5, 0.7], [0.0, 1.0, 1.0]))
     assert math.isnan(first.predicted)
-    assert [one.predicted for one in others] == pytest.approx([0.5, 0.7])
+    assert [item.predicted for item in others] == pytest.approx([0.5, 0.7])
 
 
 def test_a_row_of_weight_zero_counts_nowhere_even_as_nan():

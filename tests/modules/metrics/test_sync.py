@@ -28,24 +28,24 @@ def shares(case: str) -> list[list[slice]]:
 
 def compute_all(batches: list[slice]) -> dict[str, float]:
     data, ranks = random_candidates(90), torch.arange(1, 91)
-    found = {}
+    results = {}
     for kind, component in registry.registered(pb.Metric).items():
         metric = component.cls(component.config)
         for rows in batches:
             columns = data.take(rows) if kind in ORACLES else (ranks[rows], data.weights[rows])
             metric.update(*columns)
         # Twice: the synced state must not stay.
-        found[kind] = [metric.compute().item(), metric.compute().item()]
-    return found
+        results[kind] = [metric.compute().item(), metric.compute().item()]
+    return results
 
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    found = {case: compute_all(shares(case)[rank]) for case in CASES}
+    actual = {case: compute_all(shares(case)[rank]) for case in CASES}
     with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(found, file)
+        json.dump(actual, file)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -61,9 +61,9 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_the_value_of_one_process(two_ranks, case):
     expected = compute_all([rows for rank in shares(case) for rows in rank])
-    for found in two_ranks:
+    for actual in two_ranks:
         for kind, (value, _) in expected.items():
-            for synced in found[case][kind]:
+            for synced in actual[case][kind]:
                 assert (
                     math.isclose(synced, value, rel_tol=1e-12) or math.isnan(synced) and math.isnan(value)
                 ), kind

@@ -95,11 +95,11 @@ def test_targets_become_what_they_are_in_whole_samples(mixer, contextual):
     sequence = inputs(mixer, contextual=contextual)
     expected = mixer(sequence)
     with torch.no_grad():
-        found = mixer.score(targets_of(sequence), mixer.prefill(prefix_of(sequence)))
-    torch.testing.assert_close(found.targets(), expected.targets(), rtol=1e-10, atol=1e-10)
-    assert torch.equal(found.target_times(), expected.target_times())
+        actual = mixer.score(targets_of(sequence), mixer.prefill(prefix_of(sequence)))
+    torch.testing.assert_close(actual.targets(), expected.targets(), rtol=1e-10, atol=1e-10)
+    assert torch.equal(actual.target_times(), expected.target_times())
     first = sequence.layout.parts[0] if sequence.layout.parts else sequence.layout
-    assert found.layout.num_targets.tolist() == first.num_targets.tolist()
+    assert actual.layout.num_targets.tolist() == first.num_targets.tolist()
 
 
 def test_single_precision_is_as_far_off_as_without_a_cache(mixer):
@@ -107,10 +107,10 @@ def test_single_precision_is_as_far_off_as_without_a_cache(mixer):
     exact = mixer(sequence).targets()
     mixer.float()
     sequence = sequence.with_values(sequence.values.float())
-    rounded, found = mixer(sequence).targets(), cached_targets(mixer, sequence)
-    assert found.dtype == rounded.dtype == torch.float32
+    rounded, actual = mixer(sequence).targets(), cached_targets(mixer, sequence)
+    assert actual.dtype == rounded.dtype == torch.float32
     allowed = 1.5 * (rounded - exact).norm() + 1e-6 * exact.norm()
-    assert (found - exact).norm() <= allowed
+    assert (actual - exact).norm() <= allowed
 
 
 def test_bfloat16_is_as_far_off_as_without_a_cache(mixer):
@@ -119,10 +119,10 @@ def test_bfloat16_is_as_far_off_as_without_a_cache(mixer):
     mixer.float()
     sequence = sequence.with_values(sequence.values.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded, found = mixer(sequence).targets(), cached_targets(mixer, sequence)
-    assert found.dtype == rounded.dtype
+        rounded, actual = mixer(sequence).targets(), cached_targets(mixer, sequence)
+    assert actual.dtype == rounded.dtype
     allowed = 1.5 * (rounded - exact).norm() + 1e-3 * exact.norm()
-    assert (found - exact).norm() <= allowed
+    assert (actual - exact).norm() <= allowed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -153,8 +153,8 @@ def test_selected_samples_and_other_devices(mixer):
         expected = mixer(sequence.take(sequence.layout.select(chosen))).targets()
         targets = targets_of(sequence)
         some = targets.take(targets.layout.select(chosen))
-        found = mixer.score(some, cache.select(chosen).to("cpu")).targets()
-    torch.testing.assert_close(found, expected)
+        actual = mixer.score(some, cache.select(chosen).to("cpu")).targets()
+    torch.testing.assert_close(actual, expected)
     away = cache.to("meta")
     assert away.stacks[0][0].layout.device.type == away.stacks[0][0].keys[0].device.type == "meta"
     assert away.num_bytes == cache.num_bytes
@@ -200,7 +200,7 @@ def test_targets_that_others_do_not_have(mixer):
     some = [1, 1, 0]
     with torch.no_grad():
         cache = mixer.prefill(prefix_of(sequence)).select(some)
-        found = mixer.score(targets.take(targets.layout.select([5, 2, 5])), cache).targets()
+        actual = mixer.score(targets.take(targets.layout.select([5, 2, 5])), cache).targets()
     # One whole sample after the other, put together by hand from history of one and targets of another.
     expected = []
     for history, asked in zip(some, [5, 2, 5], strict=True):
@@ -208,7 +208,7 @@ def test_targets_that_others_do_not_have(mixer):
             pair(one, history, asked) for one in (sequence.split() if sequence.layout.parts else [sequence])
         ]
         expected.append(mixer(join(own) if sequence.layout.parts else own[0]).targets())
-    torch.testing.assert_close(found, torch.cat(expected))
+    torch.testing.assert_close(actual, torch.cat(expected))
 
 
 def pair(sequence: JaggedSequence, history: int, asked: int) -> JaggedSequence:
@@ -225,7 +225,9 @@ def test_what_does_not_fit_is_refused(mixer):
     sequence = inputs(mixer)
     with torch.no_grad():
         cache = mixer.prefill(prefix_of(sequence))
-        with pytest.raises(ValueError, match=r"prefill takes contextual and history tokens, \d+ targets"):
+        with pytest.raises(
+            ValueError, match=r"prefill takes only contextual and history tokens, but \d+ targets"
+        ):
             mixer.prefill(sequence)
         targets = targets_of(sequence)
         with pytest.raises(ValueError, match="each sample of layout continues the same one of cache_layout"):
@@ -303,20 +305,20 @@ def test_a_cache_grows_into_that_of_the_whole_history(case, channels):
     sequence = inputs(mixer, contextual=contextual)
     prefix = prefix_of(sequence)
     pieces = [grown(part, ADDED) for part in (prefix.split() if channels > 1 else [prefix])]
-    old, new = (join(list(one)) if channels > 1 else one[0] for one in zip(*pieces, strict=True))
+    old, new = (join(list(entry)) if channels > 1 else entry[0] for entry in zip(*pieces, strict=True))
     with torch.no_grad():
         before = mixer.prefill(old)
         after = mixer.extend(new, before)
         expected = mixer.prefill(prefix)
-        for found, wanted in zip(stages_of(after), stages_of(expected), strict=True):
-            assert found.layout.lengths.tolist() == wanted.layout.lengths.tolist()
-            assert [len(found.layout.parts)] == [len(wanted.layout.parts)]
+        for actual, wanted in zip(stages_of(after), stages_of(expected), strict=True):
+            assert actual.layout.lengths.tolist() == wanted.layout.lengths.tolist()
+            assert [len(actual.layout.parts)] == [len(wanted.layout.parts)]
             for name in ("keys", "values"):
                 torch.testing.assert_close(
-                    getattr(found, name), getattr(wanted, name), rtol=1e-10, atol=1e-10
+                    getattr(actual, name), getattr(wanted, name), rtol=1e-10, atol=1e-10
                 )
             if wanted.timestamps is not None:
-                assert torch.equal(found.timestamps, wanted.timestamps)
+                assert torch.equal(actual.timestamps, wanted.timestamps)
         scores = mixer.score(targets_of(sequence), after).targets()
         torch.testing.assert_close(scores, mixer(sequence).targets(), rtol=1e-10, atol=1e-10)
         # The old cache is what it was.
@@ -360,12 +362,12 @@ def test_what_is_refused_would_be_wrong(monkeypatch, case):
     old, new = grown(sequence, ADDED)
     monkeypatch.setattr(cached_stack, "require_extendable", lambda *_: None)
     with torch.no_grad():
-        found = stages_of(mixer.extend(new, mixer.prefill(old)))[-1]
+        actual = stages_of(mixer.extend(new, mixer.prefill(old)))[-1]
         wanted = stages_of(mixer.prefill(sequence))[-1]
     if case == "tail":
-        found = found.truncate(9)
-    assert found.layout.lengths.tolist() == wanted.layout.lengths.tolist()
-    assert (found.values[-1] - wanted.values[-1]).norm() > 1e-2 * wanted.values[-1].norm()
+        actual = actual.truncate(9)
+    assert actual.layout.lengths.tolist() == wanted.layout.lengths.tolist()
+    assert (actual.values[-1] - wanted.values[-1]).norm() > 1e-2 * wanted.values[-1].norm()
 
 
 def test_time_makes_an_old_event_another_one():
@@ -383,7 +385,7 @@ def test_only_new_events_extend():
     sequence = inputs(mixer)
     with torch.no_grad():
         cache = mixer.prefill(prefix_of(sequence))
-        with pytest.raises(ValueError, match="there are 0 contextual tokens a sample and 15 targets"):
+        with pytest.raises(ValueError, match="0 contextual tokens per sample and 15 targets are given"):
             mixer.extend(targets_of(sequence), cache)
-        with pytest.raises(ValueError, match="there are 2 contextual tokens a sample and 0 targets"):
+        with pytest.raises(ValueError, match="2 contextual tokens per sample and 0 targets are given"):
             mixer.extend(prefix_of(sequence), cache)

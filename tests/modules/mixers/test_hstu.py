@@ -111,7 +111,7 @@ def test_layers_are_left_out_by_sample_the_last_one_most():
 def test_recompute_goes_with_truncation_bias_dropout_and_stochastic_depth(form):
     """Each choice gives, bit by bit, the gradients of none."""
     groups = [{"num_layers": 1, "mask": {"window": 3}}, {"num_layers": 2, "tail_len": 4}]
-    sequence, found = random_sequence(SHAPES), []
+    sequence, results = random_sequence(SHAPES), []
     for recompute in ([], [pb.NORMED_X], [pb.UVQK], [pb.GATED], [pb.NORMED_X, pb.UVQK, pb.GATED]):
         given = pb.HstuMixer(num_heads=2, qk_dim=4, v_dim=3, scale_len=5.0, layer_groups=groups, **form)
         noise = {"dropout": 0.2, "input_dropout": 0.1, "output_dropout": 0.1, "stochastic_depth": 0.4}
@@ -121,10 +121,10 @@ def test_recompute_goes_with_truncation_bias_dropout_and_stochastic_depth(form):
         values = sequence.values.clone().requires_grad_()
         mixed = mixer(sequence.with_values(values)).values
         cotangent = torch.randn(mixed.shape, generator=torch.Generator().manual_seed(1), dtype=mixed.dtype)
-        found.append([mixed, *torch.autograd.grad(mixed, [values, *mixer.parameters()], cotangent)])
-    for other in found[1:]:
-        assert all(torch.equal(got, want) for got, want in zip(other, found[0], strict=True))
-    assert found[0][0].shape[0] < sequence.layout.total_len
+        results.append([mixed, *torch.autograd.grad(mixed, [values, *mixer.parameters()], cotangent)])
+    for other in results[1:]:
+        assert all(torch.equal(got, want) for got, want in zip(other, results[0], strict=True))
+    assert results[0][0].shape[0] < sequence.layout.total_len
 
 
 def test_a_backend_that_is_not_there_is_an_error():

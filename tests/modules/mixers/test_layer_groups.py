@@ -93,13 +93,13 @@ class RuleOfMask(NamedTuple):
 
 
 def dense_samples(sequence: JaggedSequence, shapes) -> list[Dense]:
-    contextual, start, found = sequence.layout.num_contextual, 0, []
+    contextual, start, results = sequence.layout.num_contextual, 0, []
     for shape in samples(contextual, shapes):
         rows = list(range(start, start + shape.length))
         columns = (c[rows] for c in (sequence.values, sequence.timestamps, sequence.next_timestamps))
-        found.append(Dense(shape, rows, *columns))
+        results.append(Dense(shape, rows, *columns))
         start += shape.length
-    return found
+    return results
 
 
 def through_groups(sample: Dense, groups: str, layer: Callable) -> Dense:
@@ -122,12 +122,12 @@ def through_groups(sample: Dense, groups: str, layer: Callable) -> Dense:
 
 def tails_behind(groups: str) -> list[int | None]:
     """Of each layer the tail of a truncation right behind it."""
-    found: list[int | None] = []
+    results: list[int | None] = []
     for group in text_format.Parse(groups, pb.HstuMixer()).layer_groups:
-        if found and group.HasField("tail_len"):
-            found[-1] = group.tail_len
-        found += [None] * group.num_layers
-    return found
+        if results and group.HasField("tail_len"):
+            results[-1] = group.tail_len
+        results += [None] * group.num_layers
+    return results
 
 
 def dense_hstu(mixer, sample: Dense, groups: str) -> Dense:
@@ -214,9 +214,9 @@ def test_gradients_are_those_of_the_dense_model(groups):
     )
     cotangent = torch.randn_like(expected)
     wanted = [values, *mixer.parameters()]
-    found = torch.autograd.grad(mixer(sequence).values, wanted, cotangent, allow_unused=True)
+    actual = torch.autograd.grad(mixer(sequence).values, wanted, cotangent, allow_unused=True)
     reference = torch.autograd.grad(expected, wanted, cotangent, allow_unused=True)
-    for got, want in zip(found, reference, strict=True):
+    for got, want in zip(actual, reference, strict=True):
         got, want = (torch.zeros(1) if one is None else one for one in (got, want))
         torch.testing.assert_close(got, want)
 

@@ -64,7 +64,7 @@ def test_outputs_and_gradients_are_those_of_the_oracle(form, contextual):
     assert_near(mixed, expected, "values")
     cotangent = torch.randn_like(expected)
     leaves = {"values": values, **parameters}
-    both = [torch.autograd.grad(found, list(leaves.values()), cotangent) for found in (mixed, expected)]
+    both = [torch.autograd.grad(actual, list(leaves.values()), cotangent) for actual in (mixed, expected)]
     for name, got, want in zip(leaves, *both, strict=True):
         assert_near(got, want, name)
 

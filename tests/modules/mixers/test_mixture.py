@@ -66,8 +66,8 @@ def test_equals_its_stacks_one_by_one(case):
 
     cotangent = torch.randn_like(expected)
     weights = list(mixer.parameters())
-    found = torch.autograd.grad((mixed.values * cotangent).sum(), weights)
-    for got, wanted in zip(found, torch.autograd.grad((expected * cotangent).sum(), weights), strict=True):
+    actual = torch.autograd.grad((mixed.values * cotangent).sum(), weights)
+    for got, wanted in zip(actual, torch.autograd.grad((expected * cotangent).sum(), weights), strict=True):
         torch.testing.assert_close(got, wanted)
         assert got.any()
 
@@ -117,20 +117,20 @@ def test_flops_add_up():
 
 
 def test_joined_layouts_know_their_parts():
-    layouts = [one.layout for one in sequences()]
+    layouts = [item.layout for item in sequences()]
     joined = SequenceLayout.join(layouts)
-    assert joined.lengths.tolist() == sum((one.lengths.tolist() for one in layouts), [])
-    assert joined.total_len == sum(one.total_len for one in layouts)
-    assert joined.max_len == max(one.max_len for one in layouts)
+    assert joined.lengths.tolist() == sum((item.lengths.tolist() for item in layouts), [])
+    assert joined.total_len == sum(item.total_len for item in layouts)
+    assert joined.max_len == max(item.max_len for item in layouts)
     layout, index = joined.truncate(2)
     start, expected = 0, []
-    for one, part in zip(layouts, layout.parts, strict=True):
-        own = one.truncate(2)
+    for item, part in zip(layouts, layout.parts, strict=True):
+        own = item.truncate(2)
         assert part.lengths.tolist() == own.layout.lengths.tolist()
         expected += (own.index + start).tolist()
-        start += one.total_len
+        start += item.total_len
     assert index.tolist() == expected
-    assert [part.total_len for part in joined.to("cpu").parts] == [one.total_len for one in layouts]
+    assert [part.total_len for part in joined.to("cpu").parts] == [item.total_len for item in layouts]
     with pytest.raises(ValueError, match="num_contextual"):
         SequenceLayout.join([layouts[0], SequenceLayout(torch.tensor([3]))])
     with pytest.raises(ValueError, match="no part"):

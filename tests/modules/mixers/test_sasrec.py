@@ -38,10 +38,10 @@ def test_equals_pytorchs_transformer_on_padded_samples(heads):
     for parameter in mixer.parameters():
         nn.init.normal_(parameter)
     sequence = random_sequence(SHAPES)
-    found = mixer(sequence).values.split(sequence.layout.lengths.tolist())
+    actual = mixer(sequence).values.split(sequence.layout.lengths.tolist())
     visible = dense_mask(mixer.rules[0].mask, sequence.layout)
     parts = sequence.values.split(sequence.layout.lengths.tolist())
-    for x, sees, mixed in zip(parts, visible, found, strict=True):
+    for x, sees, mixed in zip(parts, visible, actual, strict=True):
         hidden = ~sees[: len(x), : len(x)]
         for block in mixer.blocks:
             x = torch_layer(block, heads)(x[None], src_mask=hidden)[0]

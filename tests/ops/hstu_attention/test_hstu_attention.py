@@ -107,6 +107,13 @@ def test_groups_longer_than_a_tile(mask, runner):
 
 
 @everywhere
+def test_contextual_tokens_of_several_tiles(runner):
+    """Those that do not read the history see later contextual tokens all the same, in other tiles too."""
+    mask = AttentionMask(contextual_reads_history=False)
+    check(problem([(3, 0), (0, 0)], 40 if runner.device == "cpu" else 300, mask, bias_rows=1), runner)
+
+
+@everywhere
 @pytest.mark.parametrize(
     ("dims", "alpha"), [((16, 5), 0.0), ((24, 16), -0.7), ((1, 33), None), ((3, 5), None), ((1, 1), -0.7)]
 )

@@ -110,7 +110,7 @@ def single(**changes):
 
 def test_targets_are_checked_against_the_whole_weight():
     with pytest.raises(
-        ValueError, match="target of row 1 is 9, which is no row of weight: allowed are 0 to 8"
+        ValueError, match="target of row 1 is 9, which is not a row of weight: allowed are 0 to 8"
     ):
         single(num_rows=9)
     with pytest.raises(

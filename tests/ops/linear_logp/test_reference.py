@@ -165,7 +165,7 @@ WRONG = [
     (
         {"target": LONG - 1},
         ValueError,
-        "target of row 0 is -1, which is no row of weight: allowed are 0 to 8",
+        "target of row 0 is -1, which is not a row of weight: allowed are 0 to 8",
     ),
     ({"target": LONG + 9}, ValueError, "target of row 0 is 9, .* ignore_index = -100"),
     ({"target": torch.tensor([0, 8, -100, 9, -2])}, ValueError, "target of row 3 is 9"),

@@ -105,7 +105,7 @@ def test_the_debug_variable_stands_in_for_auto(op, monkeypatch):
 def test_a_debug_variable_that_names_nothing_is_reported(op, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "FORCED_BACKEND", "refrence")
     assert op.select(3).run(3) == "fast 3"
-    expected = "made_up_op: backend refrence is not used: RECSYS_BACKEND names no backend of this op"
+    expected = "made_up_op: backend refrence is not used: RECSYS_BACKEND does not name a backend of this op"
     assert expected in [record.getMessage() for record in caplog.records]
 
 

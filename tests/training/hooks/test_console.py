@@ -34,14 +34,14 @@ def test_a_row_has_what_one_looks_for():
 
 def test_on_a_known_device_with_its_share_of_the_peak():
     rates = Rates(2, 61234.5, 9876543.2, data_wait=0.0, flop_per_s=512.3e12, mfu=0.518)
-    found = columns(Trained(7, 0, 1.25, LOSSES, {}, 3.0, rates, 59, memory=80 * 2**30), 100_000)
-    assert (found["FLOP/s"], found["MFU"], found["memory"], found["left"]) == (
+    actual = columns(Trained(7, 0, 1.25, LOSSES, {}, 3.0, rates, 59, memory=80 * 2**30), 100_000)
+    assert (actual["FLOP/s"], actual["MFU"], actual["memory"], actual["left"]) == (
         "512 T",
         "52 %",
         "80.0 GiB",
         "0:59",
     )
-    assert len(lines(found).row) == len(lines(found).head) <= 100
+    assert len(lines(actual).row) == len(lines(actual).head) <= 100
 
 
 def test_rows_stand_below_each_other_and_need_no_more_than_100_columns():
@@ -149,7 +149,7 @@ def test_the_commands_fit_the_rows_that_the_config_names(splits, commands):
 
 
 def test_after_a_signal_the_next_command_is_the_same_one():
-    lines = next_lines(Outcome(7, "signal 15 asked for it", Path("c"), None, 15), RUN)
+    lines = next_lines(Outcome(7, "signal 15 stopped the run", Path("c"), None, 15), RUN)
     assert lines[-1] == "to resume, start the same command again"
 
 

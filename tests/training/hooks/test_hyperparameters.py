@@ -16,7 +16,7 @@ train {
 
 
 def test_numbers_and_choices_with_their_paths():
-    found = hyperparameters(pipeline_of(RANKER, TRAIN))
+    actual = hyperparameters(pipeline_of(RANKER, TRAIN))
     expected = {
         "data.batch_size": 16,
         "data.max_history_len": 6,
@@ -35,11 +35,11 @@ def test_numbers_and_choices_with_their_paths():
         "train.duration": "num_steps",
         "train.num_steps": 16,
     }
-    assert {path: found.get(path) for path in expected} == expected
+    assert {path: actual.get(path) for path in expected} == expected
 
 
 def test_nothing_that_training_does_not_depend_on():
-    found = hyperparameters(pipeline_of(RANKER, TRAIN))
-    assert {type(value) for value in found.values()} <= {bool, int, float, str}
+    actual = hyperparameters(pipeline_of(RANKER, TRAIN))
+    assert {type(value) for value in actual.values()} <= {bool, int, float, str}
     for part in ("vocabulary", "num_workers", "log_every", "evaluation", "metrics", "features", ".name"):
-        assert [path for path in found if part in path] == []
+        assert [path for path in actual if part in path] == []

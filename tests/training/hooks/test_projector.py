@@ -38,11 +38,11 @@ def test_rows_behind_the_unknown_one_with_ids_and_names(folder):
     names = pa.table({"id": [301, 999, 300], "name": ["Jumanji", "Nobody", "Toy Story"]})
     pq.write_table(names, folder / "names.parquet")
     pipeline = retriever(folder)
-    found = weights(pipeline)
-    items = frequent_items(pipeline, found, limit=3)
+    actual = weights(pipeline)
+    items = frequent_items(pipeline, actual, limit=3)
     assert items.ids == ["300", "301", "302"]
     assert items.names == ["Toy Story", "Jumanji", ""]
-    table = found["embed.tables.dim_8.embeddings.item_id_table.weight"]
+    table = actual["embed.tables.dim_8.embeddings.item_id_table.weight"]
     assert torch.equal(items.vectors, table[rows_of(pipeline, [300, 301, 302])])
 
 

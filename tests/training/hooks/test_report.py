@@ -120,12 +120,12 @@ def scale(svg, anchor, axis):
 def points_of(svg, curve):
     """(step, value) of every point of the curves with a colour."""
     step, value = scale(svg, "middle", "x"), scale(svg, "end", "y")
-    found = []
+    results = []
     for line in (line for line in svg.iter("polyline") if curve in line.get("class").split()):
         for pair in line.get("points").split():
             x, y = map(float, pair.split(","))
-            found.append((round(step(x)), value(y)))
-    return found
+            results.append((round(step(x)), value(y)))
+    return results
 
 
 def rows_of(html, css):
@@ -145,14 +145,14 @@ def test_curves_have_the_numbers_of_the_file():
     assert validation == [(30, pytest.approx(0.5, abs=2e-4)), (60, pytest.approx(0.4, abs=2e-4)),
                           (70, pytest.approx(0.45, abs=2e-4))]  # fmt: skip
     assert points_of(chart(html, "learning rate, dense"), "s0")[-1] == (70, pytest.approx(0.07, abs=1e-3))
-    assert points_of(chart(html, "samples a second"), "s0")[0] == (10, pytest.approx(110, abs=1))
+    assert points_of(chart(html, "samples per second"), "s0")[0] == (10, pytest.approx(110, abs=1))
     assert points_of(chart(html, "waiting for data, % of a step"), "s0")[0] == (
         10,
         pytest.approx(25, abs=0.2),
     )
-    assert points_of(chart(html, "useful GFLOP a second"), "s0")[0] == (10, pytest.approx(2, abs=0.02))
-    assert points_of(chart(html, "memory at most so far, GiB"), "s0")[0] == (10, pytest.approx(1.5, abs=0.02))
-    assert "peak" not in html, "a share of an unknown peak has no chart"
+    assert points_of(chart(html, "useful GFLOP per second"), "s0")[0] == (10, pytest.approx(2, abs=0.02))
+    assert points_of(chart(html, "peak memory so far, GiB"), "s0")[0] == (10, pytest.approx(1.5, abs=0.02))
+    assert "of the device" not in html, "a share of an unknown peak has no chart"
 
 
 def test_a_chart_has_a_curve_for_each_task_and_an_undefined_value_is_a_gap():
@@ -173,7 +173,7 @@ def test_the_best_evaluation_is_marked_where_it_was():
 def test_the_table_has_every_metric_by_task_at_the_best_and_at_the_last_step():
     rows = rows_of(page_of(RECORDS), "metrics")
     assert rows[0] == ["task", "metric", "best, step 60", "last, step 70", "over steps"]
-    assert rows[1][:4] == ["click", "aucdecides what is best", "0.7500", "0.7000"]
+    assert rows[1][:4] == ["click", "aucselects the best state", "0.7500", "0.7000"]
     assert rows[2][:3] == ["loss", "0.2000", "0.2200"]
     assert rows[3][:4] == ["like", "auc", "0.5000", "0.5500"]
     assert rows[5][:4] == ["all", "loss", "0.4000", "0.4500"]
@@ -184,7 +184,7 @@ def test_an_undefined_metric_is_a_dash():
     html = page_of([RECORDS[0], evaluation(30, {"click/auc": None, "loss": 0.5}, True)])
     assert rows_of(html, "metrics")[0] == ["task", "metric", "best, step 30", "over steps"]
     assert rows_of(html, "metrics")[1][2:] == ["–", ""]
-    assert "No value was defined." in html
+    assert "There is no defined value." in html
 
 
 def test_metrics_without_a_task_share_a_chart_by_kind():
@@ -226,7 +226,7 @@ def test_an_error_before_the_first_record_still_leaves_a_page(tmp_path):
     report.close()
     html = (tmp_path / NAME).read_text()
     Balanced(html)
-    assert "Stopped after step 0 of 70: an error ended it." in html
+    assert "Stopped after step 0 of 70: an error occurred." in html
     assert "The run ended before anything was logged." in html
     assert "train {" in html
 
@@ -247,12 +247,12 @@ def test_a_continued_run_shows_all_its_steps(tmp_path):
         hook.trained(Trained(40, 1, 0.125, losses, {"dense": 0.1}, 1.0, rates, 3.0))
         hook.evaluated(Evaluated(40, {"click/auc": 0.6, "loss": 0.3}, True, 2.0))
         hook.finished(
-            an_outcome(Best("click/auc", 0.6, 40), step=40, reason="signal 15 asked for it", signal=15)
+            an_outcome(Best("click/auc", 0.6, 40), step=40, reason="signal 15 stopped the run", signal=15)
         )
         hook.close()
     html = (tmp_path / NAME).read_text()
     assert [step for step, _ in points_of(chart(html, "loss"), "s0")] == [10, 20, 30, 40]
-    assert "Stopped after step 40 of 70: signal 15 asked for it. Continued from step 30." in html
+    assert "Stopped after step 40 of 70: signal 15 stopped the run. Continued from step 30." in html
     assert "Since the last start, at step 30." in html
 
 
@@ -349,7 +349,7 @@ def test_damaged_files_beside_the_page_are_named_and_left_out(tmp_path, caplog):
     update_report(path)
     assert "Metrics of recsys.evaluate" not in path.read_text()
     assert "test_metrics.json: damaged (nested too deeply), so the report leaves it out" in caplog.text
-    assert "validation_metrics.json: damaged ('\\ud800' in it, which is no character)" in caplog.text
+    assert "validation_metrics.json: damaged ('\\ud800' in it, which is not a character)" in caplog.text
     damaged = path.read_text().encode("utf-16")
     path.write_bytes(damaged)
     update_report(path)

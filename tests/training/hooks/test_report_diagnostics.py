@@ -11,8 +11,8 @@ from tests.training.hooks.test_report import Balanced, chart, evaluation, rows_o
 
 
 def diagnosed(step, findings=None):
-    found = RESULTS.to_json() if findings is None else findings
-    text = {"kind": "diagnostics", "step": step, **found}
+    actual = RESULTS.to_json() if findings is None else findings
+    text = {"kind": "diagnostics", "step": step, **actual}
     return null(text)
 
 
@@ -105,7 +105,7 @@ def test_undefined_and_missing_bins_are_no_numbers():
     broken = [{"candidates": 3, "predicted": None, "observed": 0.5}]
     findings = {"slices": [], "calibration": {"click": broken, "like": []}}
     html = html_of([diagnosed(5, findings)], 5)
-    assert html.count("No value was defined.") == 2
+    assert html.count("There is no defined value.") == 2
     assert rows_of(html, "bins")[1] == ["3", "–", "0.5000"]
     assert "nan" not in html.lower()
 

@@ -36,9 +36,9 @@ def test_scalars_lengths_and_config(tmp_path):
     hook.evaluated(Evaluated(5, {"a/auc": 0.75}, True, 0.1))
     hook.close()
     events = written(tmp_path)
-    found = {tag: events.Scalars(tag)[0] for tag in events.Tags()["scalars"]}
-    assert {event.step for event in found.values()} == {5}
-    assert {tag: event.value for tag, event in found.items()} == pytest.approx(
+    actual = {tag: events.Scalars(tag)[0] for tag in events.Tags()["scalars"]}
+    assert {event.step for event in actual.values()} == {5}
+    assert {tag: event.value for tag, event in actual.items()} == pytest.approx(
         {
             "train/loss": 0.5,
             "train/loss/a": 0.25,

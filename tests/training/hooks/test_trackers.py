@@ -123,7 +123,7 @@ def test_wandb_has_settings_records_and_outcome_and_goes_on_under_the_same_id(wa
     hook = WandbHook(pb.WandbHook(project="shop"))
     hook.started(run_of(tmp_path))
     record(hook, 5, 6)
-    hook.finished(Outcome(6, "signal 15 asked for it", Path(), signal=15))
+    hook.finished(Outcome(6, "signal 15 stopped the run", Path(), signal=15))
     hook.close()
     hook = WandbHook(pb.WandbHook(project="shop"))
     hook.started(run_of(tmp_path, 6))
@@ -138,7 +138,7 @@ def test_wandb_has_settings_records_and_outcome_and_goes_on_under_the_same_id(wa
     assert first.files[-1] == "config.resolved"
     assert {step: pytest.approx(row(step)) for step in (5, 6)} == first.rows
     assert {10: pytest.approx(row(10))} == second.rows
-    assert first.summary["outcome"] == "signal 15 asked for it"
+    assert first.summary["outcome"] == "signal 15 stopped the run"
     assert (first.exit_code, second.exit_code, tested.exit_code) == (143, 0, 0)
     expected = {"outcome": "all 10 steps are done", "best/ndcg@10": 0.1, "best/step": 10}
     assert expected.items() <= second.summary.items()
@@ -229,10 +229,10 @@ def test_mlflow_has_the_config_and_makes_a_new_run_if_it_has_lost_the_old_one(ml
     (tmp_path / "mlflow.id").write_text("0" * 32)
     hook = MlflowHook(pb.MlflowHook(tracking_uri=mlflow_uri))
     hook.started(run_of(tmp_path))
-    hook.finished(Outcome(6, "signal 15 asked for it", Path(), signal=15))
+    hook.finished(Outcome(6, "signal 15 stopped the run", Path(), signal=15))
     hook.close()
     run_id = (tmp_path / "mlflow.id").read_text().strip()
-    assert run_id != "0" * 32 and "MLflow has no run 00000" in caplog.text
+    assert run_id != "0" * 32 and "MLflow no longer has run 00000" in caplog.text
     written = MlflowClient(tracking_uri=mlflow_uri).get_run(run_id)
     assert written.info.status == "KILLED"
     texts = getattr(written, "files", None)  # of the stand-in

@@ -3,7 +3,7 @@
 Blocks of scores that lie on one diagonal of the score matrix have their distances at the same places. So
 `diagonals_kernel` visits the blocks of all samples diagonal by diagonal, adds whole blocks elementwise, and
 sums by distance once at the end of a diagonal. Rows that are targets have other distances, and contextual
-rows also see what comes after them: tiles with such rows are left to `others_kernel`, which sums by distance
+rows may see keys behind their tile: tiles with such rows are left to `others_kernel`, which sums by distance
 block by block.
 
 For each bucket that occurs in a block, the sums by time bucket add up what lies past the bucket's edge, just
@@ -76,9 +76,8 @@ def diagonal_work(
     """List the blocks of `tile` rows and `block` keys in which some row sees some key; `tile` is a multiple
     of `block`.
 
-    Includes only rows whose position in the bias equals that in the sample and that see nothing behind
-    themselves: tiles with targets among their rows, or with contextual tokens that read the history, are left
-    out.
+    Includes only rows whose position in the bias equals that in the sample and that see nothing behind their
+    tile: tiles with targets among their rows, or with contextual rows that see later keys, are left out.
     """
     return layout.memo(
         ("diagonal_work", mask, tile, block, workers),
@@ -91,9 +90,10 @@ def _diagonal_work(
 ) -> DiagonalWork:
     tiles = tiles_of(layout, tile)
     has_targets = (tiles.history_end < tiles.length) & (tiles.first + tile > tiles.history_end)
-    kept = (tiles.length > 0) & ~has_targets
-    if mask.contextual_reads_history:
-        kept = kept & (tiles.first >= layout.num_contextual)
+    sees_later = tiles.first < layout.num_contextual
+    if not mask.contextual_reads_history:  # its rows see contextual keys only, maybe all within the tile
+        sees_later = tiles.first + tile < layout.num_contextual
+    kept = (tiles.length > 0) & ~has_targets & ~sees_later
     first = torch.where(kept, tiles.first, -tile)  # left out of every diagonal
     order = torch.argsort(first, descending=True, stable=True)
     ascending = first.index_select(0, order).flip(0)
@@ -326,6 +326,8 @@ def others_kernel(
         has_others = (history_end < length) & (first + BLOCK_M > history_end)
         if CONTEXTUAL_READS:
             has_others = has_others | (first < num_contextual)
+        else:
+            has_others = has_others | (first + BLOCK_M < num_contextual)
         if has_others:
             runs = load_runs(item)
             q_head, k_head, v_head, o_head = _heads((q, k, v, grad_out), start, length, head, strides)

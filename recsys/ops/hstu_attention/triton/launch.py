@@ -246,8 +246,8 @@ def _table_gradients(
     wrap(diagonals_kernel)[grid](
         q, k, v, grad_out, *diagonals, diagonals.ends.shape[0], num_heads, *shared, **compiled_for
     )
-    contextual = problem.mask.contextual_reads_history and problem.num_contextual > 0
-    if contextual or problem.layout.total_targets > 0:
+    within_a_tile = 0 if problem.mask.contextual_reads_history else blocks.rows
+    if problem.num_contextual > within_a_tile or problem.layout.total_targets > 0:
         wrap(others_kernel)[grid](
             q, k, v, grad_out, items, items.shape[0], num_heads, *shared, **compiled_for
         )

@@ -1,0 +1,212 @@
+"""Computes losses from looked-up vectors; in small models by replaying recorded CUDA graphs.
+
+In a small model the GPU waits for Python, which launches hundreds of kernels one by one. A CUDA graph
+launches them all at once. The lookup of embeddings is not part of it, so tables may be sharded; everything
+behind the lookup, forward and backward, is recorded once for each of the few sizes that `padded_inputs` gives
+to batches. Optimizers, gradient clipping, and averages see ordinary gradients.
+
+The random numbers of dropout come from the device's generator, which continues through replays just as
+through ordinary steps. Batches run with padded inputs from the first step on, recorded or not, so a resumed
+run computes what the run without a break computes.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.config import features
+from recsys.data.batch import Batch, LayoutRule
+from recsys.models.base import Losses, Model, layout_rule
+from recsys.modules.embedding import LookedUp, vectors_of
+from recsys.training.padded_inputs import Columns, PaddedInputs, Sizes
+
+MOST_ENTRIES = 2**24
+"""Steps are recorded up to this many entries of a full batch: tokens x width, and vectors of the catalogue.
+A GPU needs more than ten milliseconds for larger ones, longer than Python does, and inputs are kept for each
+size."""
+
+MOST_GRAPHS = 64
+"""Sizes beyond this number are not recorded. Graphs share their memory, except for their inputs."""
+
+log = logging.getLogger(__name__)
+
+
+class LossOfVectors(nn.Module):
+    """The part of a training step behind the lookup of embeddings: a model and its objective.
+
+    The model is not a submodule: TorchRec's pipeline calls a module without sharded tables as it is, and does
+    not trace the code in it.
+
+    Attributes:
+        recorder: replays graphs in training; None computes every batch as it is.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._compute = _losses_of(model)
+        self.recorder: Recorder | None = None
+
+    def forward(self, looked_up: LookedUp, batch: Batch) -> Losses:
+        """Returns the losses of a batch, given its result of `EmbeddingGroup.look_up`."""
+        vectors = vectors_of(looked_up)
+        if self.recorder is None or not self.training:
+            return self._compute(vectors, batch)
+        return self.recorder.losses(vectors, batch)
+
+
+def _losses_of(model: Model) -> Callable[[dict[str, Tensor], Batch], Losses]:
+    def compute(vectors: dict[str, Tensor], batch: Batch) -> Losses:
+        with model.embed.given(vectors):
+            return model.objective(model(batch), batch)
+
+    return compute
+
+
+class Recorder:
+    """Records the graphs of a training run, and replays them.
+
+    A size is recorded when it occurs for the second time. If recording fails, the run continues without.
+
+    Args:
+        model: the model, on its device.
+        pipeline: the resolved config.
+        record: False computes with padded inputs and records nothing, as a CPU must.
+
+    Attributes:
+        record: whether further sizes will be recorded.
+    """
+
+    def __init__(self, model: Model, pipeline: pb.Pipeline, *, record: bool = True) -> None:
+        self._model, self._compute = model, _losses_of(model)
+        self._columns = Columns(pipeline, layout_rule(pipeline))
+        self._inputs: dict[Sizes, PaddedInputs] = {}
+        self._graphs: dict[Sizes, Callable[..., tuple[Tensor, Tensor]]] = {}
+        self.record = record
+        self._pool: tuple[int, int] | None = None
+        self._names: tuple[str, ...] = ()
+        self._weights: tuple[float, ...] = ()
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of sizes that have been recorded."""
+        return len(self._graphs)
+
+    def losses(self, vectors: dict[str, Tensor], batch: Batch) -> Losses:
+        """Returns the losses of a batch, whose gradients reach `vectors` and the model's parameters."""
+        sizes = self._columns.sizes(batch)
+        inputs = self._inputs.get(sizes)
+        is_new = inputs is None
+        if inputs is None:
+            inputs = PaddedInputs(self._columns, sizes, batch, vectors)
+            if len(self._inputs) < MOST_GRAPHS:
+                self._inputs[sizes] = inputs
+        padded = inputs.fill(batch, vectors)
+        if self.record and not is_new and sizes not in self._graphs:
+            self._add_graph(sizes, inputs)
+        if sizes in self._graphs:
+            return Losses(self._names, *self._graphs[sizes](*padded), self._weights)
+        losses = self._compute(dict(zip(inputs.vectors, padded, strict=True)), inputs.batch())
+        self._names, self._weights = losses.names, losses.weights
+        return losses
+
+    def _add_graph(self, sizes: Sizes, inputs: PaddedInputs) -> None:
+        """Records forward and backward pass for inputs of these sizes."""
+        before = torch.cuda.get_rng_state()
+        region = _Region(self._model, self._compute, inputs)
+        try:
+            self._require_no_waiting(region, inputs)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._graphs[sizes] = torch.cuda.make_graphed_callables(
+                region, tuple(inputs.vectors.values()), allow_unused_input=True, pool=self._pool
+            )
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            log.warning("steps are not recorded as CUDA graphs, which would be faster: %s", reason)
+            self.record = False
+            _leave_capture()
+        finally:
+            torch.cuda.set_rng_state(before)
+
+    @staticmethod
+    def _require_no_waiting(region: "_Region", inputs: PaddedInputs) -> None:
+        """Runs the step once; raises RuntimeError where it waits for the device, which no graph can."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            vectors = tuple(inputs.vectors.values())
+            sums, _ = region(*vectors)
+            torch.autograd.grad(sums.sum(), [*vectors, *region.parameters()], allow_unused=True)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def _leave_capture() -> None:
+    """Gives the device's generator a new state: after a capture that failed, it takes the old one for that of
+    a capture that still goes on."""
+    fresh = torch.Generator("cuda")
+    torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(
+        fresh.graphsafe_get_state()
+    )
+
+
+class _Region(nn.Module):
+    """What one graph holds: vectors in, sums and counts of losses out. Its parameters are the model's, except
+    those of tables.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        compute: Callable[[dict[str, Tensor], Batch], Losses],
+        inputs: PaddedInputs,
+    ) -> None:
+        super().__init__()
+        tables = set(model.embed.parameters())
+        self.dense = nn.ParameterList([p for p in model.parameters() if p not in tables and p.requires_grad])
+        self._compute, self._inputs = compute, inputs
+
+    def forward(self, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        losses = self._compute(dict(zip(self._inputs.vectors, vectors, strict=True)), self._inputs.batch())
+        return losses.sums, losses.counts
+
+
+def recorder_for(
+    model: Model, pipeline: pb.Pipeline, device: torch.device, world_size: int
+) -> Recorder | None:
+    """Returns the recorder of a run; None if its steps are not recorded. Logs why, if users may wonder."""
+    if device.type != "cuda" or not pipeline.train.cuda_graphs:
+        return None
+    rule = layout_rule(pipeline)
+    if _most_entries(pipeline, rule) > MOST_ENTRIES:
+        return None
+    if reason := _obstacle(model, pipeline, rule, world_size):
+        log.info("steps are not recorded as CUDA graphs: %s", reason)
+        return None
+    return Recorder(model, pipeline)
+
+
+def _obstacle(model: Model, pipeline: pb.Pipeline, rule: LayoutRule, world_size: int) -> str:
+    """Returns why steps of this run cannot be recorded; "" if they can."""
+    if world_size > 1:
+        return "there are several processes"
+    if pipeline.train.accumulate_batches > 1:
+        return "train.accumulate_batches is more than 1"
+    if rule.channels:
+        return "the history is divided into channels"
+    if features.shared_columns(pipeline) and features.samples_negatives(pipeline):
+        return "negatives are sampled, so their number differs from batch to batch"
+    if not any(True for _ in model.embed.parameters()):
+        return "the model has no embedding tables"
+    return ""
+
+
+def _most_entries(pipeline: pb.Pipeline, rule: LayoutRule) -> int:
+    """Returns the number of entries of a batch whose rows are all as long as they may be."""
+    data = pipeline.data
+    tokens = rule.num_contextual + rule.tokens_per_event * data.max_history_len
+    tokens += data.max_candidates if rule.targets else 0
+    shared = features.table_rows(features.searched_item(pipeline)) if features.shared_columns(pipeline) else 0
+    return (data.batch_size * tokens + shared) * pipeline.model.embedding_dim

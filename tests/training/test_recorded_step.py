@@ -1,0 +1,155 @@
+"""Steps with padded inputs, and recorded ones, against steps that compute each batch as it is."""
+
+import logging
+
+import pytest
+import torch
+
+from recsys import config
+from recsys.data.loader import Loader
+from recsys.models import build_model, layout_rule
+from recsys.training import recorded_step, trainer
+from recsys.training.distributed import process_group
+from recsys.training.recorded_step import LossOfVectors, Recorder, recorder_for
+from recsys.training.session import open_session
+
+QUICKSTART = "configs/quickstart.config"
+NO_DROPOUT = {
+    QUICKSTART: (
+        "model.ranker.preprocessor.contextual.dropout=0",
+        "model.ranker.mixer.hstu.dropout=0",
+    ),
+    "configs/movielens_small_retrieval.config": (
+        "model.retriever.preprocessor.uih.dropout=0",
+        "model.retriever.mixer.hstu.dropout=0",
+    ),
+}
+
+
+def first_batches(pipeline, count):
+    loader = Loader.open(pipeline, "train", layout_rule(pipeline), shuffle=True)
+    batches = loader.epoch(0)
+    return [next(batches) for _ in range(count)]
+
+
+@pytest.mark.parametrize("path", NO_DROPOUT)
+def test_fillers_change_neither_losses_nor_gradients(path):
+    """Batches of different sizes in the same buffers, the largest one first, so that its rest must go."""
+    pipeline = config.prepare(path, [*NO_DROPOUT[path], "data.num_workers=0"]).pipeline
+    torch.manual_seed(3)
+    model = build_model(pipeline)
+    plain, padded = LossOfVectors(model), LossOfVectors(model)
+    padded.recorder = Recorder(model, pipeline, record=False)
+    batches = sorted(first_batches(pipeline, 3), key=lambda batch: -batch.layout.total_len)
+    for batch in batches:
+        results = []
+        for step in (plain, padded):
+            model.zero_grad()
+            losses = step(model.embed.look_up(batch), batch)
+            (losses.sums / losses.counts).sum().backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            results.append((losses, gradients))
+        (wanted, exact), (losses, gradients) = results
+        torch.testing.assert_close(losses.sums, wanted.sums, rtol=1e-6, atol=0)
+        assert torch.equal(losses.counts, wanted.counts)
+        assert gradients.keys() == exact.keys()
+        for name, gradient in gradients.items():
+            assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm()
+
+
+def test_batches_of_an_epoch_have_few_sizes():
+    pipeline = config.prepare(QUICKSTART, ["data.num_workers=0"]).pipeline
+    columns = recorded_step.Columns(pipeline, layout_rule(pipeline))
+    batches = first_batches(pipeline, 60)
+    sizes = [columns.sizes(batch) for batch in batches]
+    assert len(set(sizes)) <= 4 < len({batch.layout.total_len for batch in batches})
+    for batch, chosen in zip(batches, sizes, strict=True):
+        counts = dict(chosen.counts)
+        assert counts["events"] > batch.uih_timestamps.shape[0]
+        assert counts["candidates"] > batch.candidate_timestamps.shape[0]
+        assert counts["ids of uih_tag"] > batch.value_counts["uih_tag"].sum()
+        assert chosen.max_len >= batch.layout.max_len
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "reason"),
+    [
+        ((), 1, None),
+        ((), 2, "there are several processes"),
+        (("train.accumulate_batches=2",), 1, "train.accumulate_batches is more than 1"),
+        (("train.cuda_graphs=false",), 1, ""),
+        (("data.batch_size=60000",), 1, ""),
+    ],
+)
+def test_what_is_not_recorded_says_why(changes, world_size, reason, caplog):
+    """Users who switched graphs off, and users of large models, need no reason."""
+    pipeline = config.prepare(QUICKSTART, list(changes)).pipeline
+    model = build_model(pipeline)
+    with caplog.at_level(logging.INFO, logger=recorded_step.__name__):
+        recorder = recorder_for(model, pipeline, torch.device("cuda"), world_size)
+    assert (recorder is None) == (reason is not None)
+    said = [f"steps are not recorded as CUDA graphs: {reason}"] if reason else []
+    assert [record.getMessage() for record in caplog.records] == said
+    assert recorder_for(model, pipeline, torch.device("cpu"), 1) is None
+
+
+def trained(folder, steps, change, **overrides):
+    """Weights after some steps of the quickstart, and its recorder, which `change` gets before."""
+    chosen = [f"{name}={value}" for name, value in overrides.items()]
+    chosen += [
+        f"train.num_steps={steps}",
+        "train.schedule.warmup_steps=0",
+        "train.evaluation.every_steps=500",
+    ]
+    pipeline = config.prepare(QUICKSTART, chosen).pipeline
+    with process_group() as processes:
+        session = open_session(pipeline, folder, processes)
+        session.validation = None
+        recorder = session.step.loss_of_vectors.recorder
+        change(session, recorder)
+        trainer.Trainer(session, []).run()
+        weights = {name: tensor.clone() for name, tensor in session.model.named_parameters()}
+        del session
+    return weights, recorder
+
+
+def do_not_record(session, recorder):
+    recorder.record = False
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["SHARDED", "REPLICATED"])
+def test_replays_compute_what_the_steps_they_record_compute(tmp_path, placement):
+    """With dropout, whose random numbers continue through replays."""
+    chosen = {"model.embedding.placement": placement}
+    recorded, recorder = trained(tmp_path / "a", 40, lambda *_: None, **chosen)
+    assert recorder.num_graphs > 0
+    wanted, other = trained(tmp_path / "b", 40, do_not_record, **chosen)
+    assert other.num_graphs == 0
+    for name, weight in recorded.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def wait(*_):
+    torch.ones(1, device="cuda").item()
+
+
+def ask_the_stream(*_):
+    torch.cuda.current_stream().query()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("unrecordable", "reason"), [(wait, "called a synchronizing CUDA operation"), (ask_the_stream, "captur")]
+)
+def test_a_model_that_cannot_be_recorded_trains_all_the_same(unrecordable, reason, tmp_path, caplog):
+    """Found before the recording or in the middle of it."""
+
+    def change(session, recorder):
+        session.model.objective.register_forward_pre_hook(unrecordable)
+
+    with caplog.at_level(logging.WARNING, logger=recorded_step.__name__):
+        _, recorder = trained(tmp_path, 12, change)
+    assert recorder.num_graphs == 0
+    (message,) = [x.getMessage() for x in caplog.records if x.name == recorded_step.__name__]
+    assert reason in message
