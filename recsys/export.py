@@ -19,12 +19,14 @@ def run(call: cli.Call) -> None:
     environment.import_torchrec_quietly()
     import torch
 
-    from recsys.inference import compiler, exporter
+    from recsys.inference import compiler, exporter, package_files, triton_repository
     from recsys.models import build_model
     from recsys.training import checkpoint
     from recsys.training.resume import require_same_model
     from recsys.training.session import CHECKPOINTS
 
+    if call.flags.sign_key is not None:
+        package_files.load_private_key(call.flags.sign_key)
     compiler.require_compiler()
     pipeline = call.pipeline
     path = checkpoint.find(call.run_dir / CHECKPOINTS, call.flags.checkpoint)
@@ -38,12 +40,19 @@ def run(call: cli.Call) -> None:
     if call.dry_run:
         log.info("dry run: %d batches to compare on, nothing is written", len(rows))
         return
-    output = Path(call.flags.output or call.run_dir / "export")
-    done = exporter.export(exporter.ExportSource(pipeline, model.to(device).eval(), step, rows), output)
+    for_triton = call.flags.format == "triton"
+    output = Path(call.flags.output or call.run_dir / ("triton" if for_triton else "export"))
+    place = triton_repository.require_free(output) if for_triton else output
+    done = exporter.export(exporter.ExportSource(pipeline, model.to(device).eval(), step, rows), place)
     log.info("%d real rows agree with the evaluated model to %.1e", done.rows, done.difference)
     log.info("package: %s", done.folder)
-    folder = shlex.quote(str(done.folder))
-    log.info("next: python -m recsys.predict --package %s --input FILES --output DIR", folder)
+    if call.flags.sign_key is not None:
+        package_files.sign(place, call.flags.sign_key)
+    following = f"python -m recsys.predict --package {shlex.quote(str(place))} --input FILES --output DIR"
+    if for_triton:
+        triton_repository.write_repository(output)
+        following = f"tritonserver --model-repository {shlex.quote(str(output.resolve()))}"
+    log.info("next: %s", following)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +61,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output",
         metavar="DIR",
-        help="folder of the package; an older one in it is replaced (default: <run-dir>/export)",
+        help="folder of the package or model repository (default: <run-dir>/export or <run-dir>/triton)",
+    )
+    about = "package (default), or a model repository for Triton Inference Server"
+    group.add_argument("--format", choices=("package", "triton"), default="package", help=about)
+    group.add_argument(
+        "--sign-key", metavar="FILE", type=Path, help="Ed25519 private key (PEM) that signs it"
     )
     cli.add_checkpoint(group)
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from recsys import typed_json
 from recsys.errors import RecsysError
 
-MANIFEST = "manifest.json"
+MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 
 
 def sha256(file: Path | BinaryIO) -> str:
@@ -144,14 +144,18 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
+def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
     """Holds a lock file during the block; yields False if another running process holds it.
 
     The system releases the lock when the process ends, however it ends. The file remains, which is harmless.
+
+    Args:
+        path: the lock file, created if it is missing.
+        shared: whether other processes may hold the lock too, if they share it.
     """
     with path.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
@@ -159,13 +163,14 @@ def locked(path: Path) -> Iterator[bool]:
 
 
 def write_manifest(folder: Path, hashed: Mapping[str, "ListedFile"] | None = None) -> None:
-    """Writes `manifest.json` with the hash and size in bytes of every other file of a folder.
+    """Writes `manifest.json` with the hash and size in bytes of every other file of a folder but an old
+    signature.
 
     Args:
         folder: the folder.
         hashed: entries of files that need not be read again, by path in the folder.
     """
-    entries = listed(folder, "*", leave_out={MANIFEST, *(hashed or {})}) | dict(hashed or {})
+    entries = listed(folder, "*", leave_out={MANIFEST, SIGNATURE, *(hashed or {})}) | dict(hashed or {})
     content = {"files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
     write_text(folder / MANIFEST, json.dumps(content, indent=1))
 
@@ -207,10 +212,19 @@ def manifest_faults(folder: Path) -> list[str]:
     return faults
 
 
+def listed_names(folder: Path) -> list[str]:
+    """Returns the names in a folder's manifest, as they stand there.
+
+    Raises:
+        OSError, ValueError, TypeError: there is no manifest that can be read.
+    """
+    return list(_listed(folder))
+
+
 def not_in_manifest(folder: Path) -> list[Path]:
     """Returns the files of a folder that its manifest does not name, sorted; all files without a manifest."""
     try:
-        listed = {folder / name for name in [MANIFEST, *_listed(folder)]}
+        listed = {folder / name for name in [MANIFEST, SIGNATURE, *_listed(folder)]}
     except (OSError, ValueError, TypeError):
         listed = set()
     return sorted(path for path in folder.rglob("*") if not path.is_dir() and path not in listed)

@@ -1,13 +1,16 @@
-"""`python -m recsys.predict`: reads files with original ids and writes scores or recommendations."""
+"""`python -m recsys.predict`: reads files with original ids and writes scores or recommendations.
+
+With `torchrun --nproc-per-node N -m recsys.predict ...`, N processes share the row groups of the input.
+"""
 
 import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import recsys.config as config
 from recsys import cli
 from recsys.errors import ConfigError
+from recsys.package_flags import add_verify_key, package_folder, packaged_config
 
 MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
 """Fields of a package's config that `--set` may change; all other fields were compiled in."""
@@ -19,55 +22,37 @@ def run(call: cli.Call) -> None:
     """Score candidates, or recommend items, with an exported package."""
     fixed = [override for override in call.flags.set if not override.startswith(MAY_CHANGE)]
     if fixed:
-        allowed = ", ".join(MAY_CHANGE)
-        raise ConfigError(
-            [f"--set {override}: compiled into the package; only {allowed} may change" for override in fixed]
-        )
+        rule = f"compiled into the package; only {', '.join(MAY_CHANGE)} may change"
+        raise ConfigError([f"--set {override}: {rule}" for override in fixed])
     # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
     environment.import_torchrec_quietly()
     from recsys.data.sources import open_source
     from recsys.inference.package import Package
-    from recsys.inference.predictor import Predictor, predict
+    from recsys.inference.predict_files import PATIENCE, predict
+    from recsys.inference.predictor import Predictor
     from recsys.inference.rows import given_source
+    from recsys.training.distributed import process_group
 
-    predictor = Predictor(Package(package_folder(call.flags)), call.pipeline)
-    source = open_source(given_source(call.flags.input, call.pipeline), predictor.pipeline)
-    if call.dry_run:
-        log.info("dry run: the package answers its golden rows; %d rows would be scored", source.num_rows)
-        return
-    done = predict(predictor, source, Path(call.flags.output or call.run_dir / "predictions"))
+    # The process group comes first, because it chooses the GPU of this process.
+    with process_group(PATIENCE):
+        package = Package(package_folder(call.flags), verify_key=call.flags.verify_key)
+        predictor = Predictor(package, call.pipeline)
+        source = open_source(given_source(call.flags.input, call.pipeline), predictor.pipeline)
+        if call.dry_run:
+            log.info("dry run: the package answers its golden rows; %d rows would be scored", source.num_rows)
+            return
+        done = predict(predictor, source, Path(call.flags.output or call.run_dir / "predictions"))
     log.info("%d rows, %d of them left out as bad: %s", done.rows, done.left_out, done.folder)
-
-
-def package_folder(flags: argparse.Namespace) -> Path:
-    """Returns the folder that `--package` names, or the package in the run folder."""
-    if flags.package or flags.run_dir:
-        return Path(flags.package or Path(flags.run_dir) / "export")
-    raise ConfigError("--package: not given; name a folder made by recsys.export, or its run in --run-dir")
-
-
-def packaged_config(flags: argparse.Namespace) -> Path:
-    """Returns the config in the package that the flags name."""
-    if flags.config is not None:
-        raise ConfigError("--config: a package carries its own config; change it with --set")
-    path = package_folder(flags) / config.FILE_NAME
-    if not path.is_file():
-        remedy = "`python -m recsys.export` makes one from a run"
-        raise ConfigError(f"{path.parent}: there is no package here; {remedy}")
-    return path
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("predict flags")
     group.add_argument("--package", metavar="DIR", help="made by recsys.export (default: <run-dir>/export)")
-    group.add_argument(
-        "--input",
-        metavar="PATH",
-        nargs="+",
-        help="parquet or .csv files, folders or patterns (default: data.test)",
-    )
+    add_verify_key(group)
+    files = "parquet or .csv files, folders or patterns (default: data.test)"
+    group.add_argument("--input", metavar="PATH", nargs="+", help=files)
     group.add_argument("--output", metavar="DIR", help="predictions (default: <run-dir>/predictions)")
 
 

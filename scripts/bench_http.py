@@ -2,6 +2,7 @@
 
     recsys serve --package runs/quickstart/export --port 8000
     python scripts/bench_http.py --port 8000 --input tests/data/kuairand/test.parquet --rate 50 100 200
+    python scripts/bench_http.py --port 8000 --input tests/data/kuairand/test.parquet --rate 10 --soak 600
 
 Arrivals are open-loop (Poisson): a request is sent at its time whether or not earlier ones were answered,
 and its latency counts from that time, so a server that falls behind cannot hide it. The server must run on
@@ -24,6 +25,9 @@ import pyarrow.parquet as pq
 
 HOST = "127.0.0.1"
 """Address of the server: the load never goes to another machine."""
+
+WINDOW = 60.0
+"""Seconds of a soak that make a line."""
 
 TIMEOUT = 30.0
 """Seconds after which an answer counts as missing."""
@@ -82,6 +86,8 @@ class Client:
         """
         head = f"{method} {path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         async with self._room:
+            # The server closes connections that were idle for long.
+            self._idle = [idle for idle in self._idle if not idle[0].at_eof()]
             connection = self._idle.pop() if self._idle else await asyncio.open_connection(HOST, self._port)
             keep = False
             try:
@@ -145,6 +151,10 @@ async def measure(flags: argparse.Namespace) -> None:
     bodies = [json.dumps({"rows": [row]}).encode() for row in rows]
     _require(await client.ask("POST", path, bodies[0]))
     await offer(client, path, bodies, min(flags.rate), 2)
+    if flags.soak:
+        await soak(client, path, bodies, flags.rate[0], flags.soak)
+        client.close()
+        return
     print("| offered/s | answered/s | p50 ms | p90 ms | p99 ms | client's CPU | answers |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | --- |")
     for rate in flags.rate:
@@ -156,6 +166,45 @@ async def measure(flags: argparse.Namespace) -> None:
         numbers = [f"{rate:g}", f"{offered.throughput:.0f}", *times, f"{100 * busy:.0f} %", answers]
         print(f"| {' | '.join(numbers)} |", flush=True)
     client.close()
+
+
+async def soak(client: Client, path: str, bodies: list[bytes], rate: float, seconds: float) -> None:
+    """Offers one rate for long, and prints the server's memory and open files over time."""
+    print("| s | answered/s | p50 ms | p99 ms | memory MiB | open files | answers |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | --- |")
+    began, points = time.perf_counter(), []
+    while (now := time.perf_counter() - began) < seconds:
+        measured = await offer(client, path, bodies, rate, min(WINDOW, seconds - now))
+        text = _require(await client.ask("GET", "/metrics")).body.decode()
+        memory = gauge(text, "process_resident_memory_bytes") / 2**20
+        points.append((time.perf_counter() - began, memory))
+        times = [f"{1000 * percentile(measured.seconds, share):.1f}" for share in (0.5, 0.99)]
+        answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(measured.statuses.items()))
+        cells = [f"{points[-1][0]:.0f}", f"{measured.throughput:.0f}", *times, f"{memory:.1f}"]
+        cells += [f"{gauge(text, 'process_open_fds'):.0f}", answers]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    later = points[len(points) // 2 :]
+    if len(later) > 1:
+        print(f"\nmemory grows by {3600 * slope(later):.1f} MiB/h in the second half")
+
+
+def gauge(text: str, name: str) -> float:
+    """Returns the value of a metric without labels in Prometheus's text format.
+
+    Raises:
+        ConnectionError: there is no such metric.
+    """
+    for line in text.splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.split()[1])
+    raise ConnectionError(f"the server's metrics have no {name}")
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Returns the slope of the least-squares line through points (x, y)."""
+    x_mean = sum(x for x, _ in points) / len(points)
+    y_mean = sum(y for _, y in points) / len(points)
+    return sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
 
 
 def _require(answer: Answer) -> Answer:
@@ -177,6 +226,8 @@ def main() -> int:
     parser.add_argument(
         "--token-env", metavar="NAME", help="environment variable that holds the server's token"
     )
+    about = "seconds; offers the first rate for so long and prints the server's memory over time"
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help=about)
     flags = parser.parse_args()
     try:
         asyncio.run(measure(flags))

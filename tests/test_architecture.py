@@ -28,7 +28,8 @@ LAYERS = (
     {"sid"},
     {"api"},
     {"cli", "doctor_checks", "train", "evaluate", "export", "predict", "serve", "doctor"}
-    | {"baseline", "blend", "sweep", "__main__", "compile_protos", "init", "install", "resources"},
+    | {"baseline", "blend", "sweep", "__main__", "compile_protos", "init", "install", "resources"}
+    | {"package_flags", "serve_flags"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = ("train", "evaluate", "export", "predict", "serve", "doctor")

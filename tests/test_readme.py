@@ -76,6 +76,14 @@ NOT_RUN = {
     "--item-column sku --time-column when --time-unit iso --label click=clicked --action click=clicked "
     "--item-feature brand": "tests/prepare makes ranking data of many logs",
     "recsys blend --run-dir runs/clicks": "tests of recsys.blend run it on a model that learned something",
+    "torchrun --nproc-per-node 4 -m recsys.predict --package runs/clicks/export --input data/clicks/latest "
+    "--output scores": "tests/integration/test_predict_processes.py",
+    "recsys export --run-dir runs/clicks --format triton --output models": "tests/integration/test_triton.py",
+    "recsys export --run-dir runs/clicks --sign-key key.pem": "tests/inference/test_package_files.py",
+    "recsys predict --package runs/clicks/export --verify-key key.pub --input data/clicks/latest "
+    "--output scores": "tests/integration/test_signed.py",
+    "python examples/cpp/prepare.py runs/quickstart/export runs/quickstart/cpp": "tests/integration/"
+    "test_cpp.py",
     "recsys predict --run-dir runs/clicks --set 'predict.index={faiss {}}'": "it needs a package and faiss; "
     "tests/inference",
     "recsys sweep --config x.config --vary 'model.embedding_dim=[32,64]' "

@@ -247,7 +247,7 @@ def _initialize(module: base.Model, pipeline: pb.Pipeline) -> None:
         log.info("%s", line)
 
 
-def load(folder: str | Path, which: str = "best") -> Model:
+def load(folder: str | Path, which: str = "best", *, verify_key: str | Path | None = None) -> Model:
     """Loads a trained model from a run folder, or a package that `recsys.export` wrote.
 
     >>> recsys.load("runs/quickstart").score(frame)
@@ -256,6 +256,7 @@ def load(folder: str | Path, which: str = "best") -> Model:
     Args:
         folder: run folder of `recsys.train` or of `fit(..., folder=...)`, or the folder of a package.
         which: the checkpoint of a run: "best", "newest", or the number of a step that was kept.
+        verify_key: PEM file of the Ed25519 public key that must have signed the package; None to accept any.
 
     Raises:
         RecsysError: the folder has neither a run nor a package, or it is damaged.
@@ -263,7 +264,7 @@ def load(folder: str | Path, which: str = "best") -> Model:
     """
     folder = Path(folder)
     if (folder / DESCRIPTION).is_file():
-        package = Package(folder)
+        package = Package(folder, verify_key=None if verify_key is None else Path(verify_key))
         return Model(of_pipeline(package.pipeline), None, package)
     if not (folder / configs.FILE_NAME).is_file():
         raise RecsysError(

@@ -2,6 +2,7 @@
 
     package.json             description: format, kind, versions, target, inputs, outputs, limits
     manifest.json            SHA-256 of every other file
+    manifest.sig             if the package is signed: the signature of the manifest
     model.pt2                AOTInductor package of the scoring graph: native code, as safe as its sender
     config.resolved          the resolved config of the training run
     vocabulary/              original ids of every table
@@ -37,6 +38,7 @@ from recsys.errors import shortened
 from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
 from recsys.inference.item_embeddings import FILE as VECTORS
 from recsys.inference.item_embeddings import new_items, read_vectors
+from recsys.inference.package_files import check_files, require_inside
 from recsys.inference.program import PackageError, Program
 from recsys.models.signature import TensorSpec
 from recsys.ops import TopK
@@ -118,18 +120,17 @@ class Package:
                 give its stored answers.
     """
 
-    def __init__(self, folder: Path, *, check_golden: bool = True):
+    def __init__(self, folder: Path, *, check_golden: bool = True, verify_key: Path | None = None):
         """Loads the package.
 
         Args:
             folder: folder of the package.
+            verify_key: file of the public key that must have signed the package; see `package_files`.
             check_golden: whether to compare with the stored answers; the exporter compares more rows itself.
         """
         folder = Path(folder)
         _require_package(folder)
-        faults = files.manifest_faults(folder)
-        if faults:
-            raise PackageError("\n".join([*faults, "The package is incomplete: export it again."]))
+        check_files(folder, verify_key)
         self.folder = folder
         self.description = _read_description(folder)
         _require_device(folder, self.description)
@@ -155,7 +156,9 @@ class Package:
         self.cached, weights = None, None
         if self.description.cached is not None:
             entry = CachedDescription(**self.description.cached)
-            weights = load_file(folder / WEIGHTS, device=str(device))
+            # `load_file` takes "cuda" for the first GPU, not for the GPU of this process.
+            place = f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" else "cpu"
+            weights = load_file(folder / WEIGHTS, device=place)
             self.cached = CachedPrograms.load(folder, entry, self.pipeline, device, libraries, weights)
         self._program = Program(folder / MODEL, specs, device, libraries, weights)
         self.item_tower = None
@@ -398,5 +401,6 @@ def _read_config(folder: Path) -> pb.Pipeline:
     pipeline = config.prepare(folder / config.FILE_NAME, read_files=False, follow_imports=False).pipeline
     for feature in pipeline.features:
         if feature.HasField("id") and feature.id.HasField("vocabulary"):
+            require_inside(feature.id.vocabulary.file, f"{folder / config.FILE_NAME}: {feature.name}")
             feature.id.vocabulary.file = str(folder / feature.id.vocabulary.file)
     return pipeline

@@ -1,41 +1,28 @@
 """Predicts scores or recommendations for rows with original ids, in the order of the rows.
 
-Each row group of the input becomes one part of the output, which is written to a temporary file and renamed.
-So a part that exists is complete, and a killed prediction continues where it stopped. `_SUCCESS` is written
-last, after rows have been counted. A ranker's part has the key columns, the candidates and a list of scores
-per task; a retriever's part has the key columns, the best items and their scores, and a generator's part also
-their codes.
+A ranker's answer has the key columns, the candidates and a list of scores per task; a retriever's answer has
+the key columns, the best items and their scores, and a generator's answer also their codes. `predict_files`
+answers all rows of files.
 """
 
-import json
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from recsys import files, typed_json
 from recsys import protos as pb
 from recsys.config import features
 from recsys.config.declarations import model_of
-from recsys.data.arrow import first_line
 from recsys.data.batch import Batch, Position
 from recsys.data.collator import Collator
 from recsys.data.convert.column_block import ColumnBlock
 from recsys.data.convert.converter import Converter, Origin
 from recsys.data.convert.packer import Packer
-from recsys.data.plan.duplicates import MANY, Duplicates, count_repeated, find_duplicates
+from recsys.data.plan.duplicates import Duplicates
 from recsys.data.schema.contract import check_schema
-from recsys.data.sources import RowGroup, Source
 from recsys.data.unknown_ids import UnknownIds
-from recsys.errors import RecsysError
 from recsys.inference.eager import EagerPackage
 from recsys.inference.package import Package
 from recsys.inference.rows import runs
@@ -45,16 +32,6 @@ from recsys.models.base import layout_rule
 from recsys.ops import TopK
 from recsys.scoring.pieces import group_size, piece_size
 from recsys.scoring.scorer import Scorer
-
-JOB, SUCCESS, INDEX, LOCK = "_job.json", "_SUCCESS", "_index.json", ".lock"
-
-JOB_PARTS = {
-    "package": "package",
-    "predict": "setting of `predict`",
-    "key_columns": "data.key_columns",
-    "input": "input",
-}
-"""Entries of the file JOB, with their names in errors."""
 
 LEFT_OUT = "left_out"
 """Entry of a part's schema metadata: the number of its bad rows, whose scores are null."""
@@ -67,19 +44,6 @@ not see each other.
 """
 
 MODE, ORIGIN = "predict", Origin()
-
-_Given, _Made = TypeVar("_Given"), TypeVar("_Made")
-
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class Predicted:
-    """The result of a prediction: its folder, the number of input rows, and of bad rows with null scores."""
-
-    folder: Path
-    rows: int
-    left_out: int
 
 
 class BestItems(NamedTuple):
@@ -116,6 +80,8 @@ class Predictor:
         self.pipeline.data.bad_rows.CopyFrom(changed.data.bad_rows)
         self.pipeline.data.key_columns[:] = changed.data.key_columns
         self.pipeline.predict.CopyFrom(changed.predict)
+        # Only metrics read groups.
+        self.pipeline.data.ClearField("group_column")
         # Candidates of long rows are cut into pieces here, so no row is too long.
         self.pipeline.data.ClearField("max_candidates")
         rule = layout_rule(self.pipeline)
@@ -272,166 +238,6 @@ def limits(pipeline: pb.Pipeline, settings: pb.Predict, package: Package | Eager
         longest=piece_size(pipeline, max(longest, LONGEST_ROW[device])),
         group_size=group_size(pipeline),
     )
-
-
-def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
-    """Scores every row group of a source into a folder of parquet parts, or continues an unfinished folder.
-
-    Raises:
-        DataError: the input does not fit the package's config, has a bad row, or has two rows with the same
-            key and request time, wherever they are.
-        RecsysError: the folder holds something else, another process predicts into it, no space is left, or
-            rows are missing at the end.
-    """
-    columns = source.check(predictor.pipeline, MODE)
-    duplicates = find_duplicates(source, predictor.pipeline)
-    _say_repeated(source, predictor.pipeline, duplicates)
-    _require_ours(output)
-    with files.naming_full_disk(output), _alone_in(output):
-        _begin(predictor, source, output)
-        return _predict(predictor, source, output, columns, duplicates)
-
-
-def _predict(
-    predictor: Predictor, source: Source, output: Path, columns: list[str], duplicates: Duplicates | None
-) -> Predicted:
-    """Writes the missing parts, then `_SUCCESS` if the parts have all rows."""
-    parts = {
-        group: output / f"part-{group.file:05d}-{group.number:05d}.parquet" for group in source.row_groups
-    }
-
-    def converted(group: RowGroup) -> tuple[pa.Table, ColumnBlock]:
-        table = source.read(group.file, group.number, columns)
-        origin = Origin(group.file, group.first_row, source.files[group.file].path)
-        return table, predictor.converter.block(table, origin, duplicates)
-
-    missing_groups = [group for group, part in parts.items() if not part.exists()]
-    for group, (table, block) in zip(missing_groups, _one_ahead(converted, missing_groups), strict=True):
-        _write(predictor.answer(table, block), parts[group])
-    rows = left_out = 0
-    for group, part in parts.items():
-        written = _read_footer(part)
-        if written.rows != group.num_rows:
-            raise RecsysError(f"{part}: it has {written.rows} rows, its input {group.num_rows}; remove it")
-        left_out += written.left_out
-        rows += group.num_rows
-    _say_recall(predictor.recall(), output)
-    files.write_text(output / SUCCESS, json.dumps({"rows": rows, "left_out": left_out}) + "\n")
-    return Predicted(output, rows, left_out)
-
-
-class _Footer(NamedTuple):
-    """The number of rows of a part, and of those that were left out as bad."""
-
-    rows: int
-    left_out: int
-
-
-def _read_footer(part: Path) -> _Footer:
-    try:
-        with pq.ParquetFile(part) as written:
-            noted = (written.schema_arrow.metadata or {})[LEFT_OUT.encode()]
-            return _Footer(written.metadata.num_rows, int(noted))
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        problem = f"not a file of predictions ({first_line(error)})"
-        raise RecsysError(f"{part}: {problem}; remove it and start the same command again") from error
-
-
-def _one_ahead(make: Callable[[_Given], _Made], items: Sequence[_Given]) -> Iterator[_Made]:
-    """Yields `make(item)` for each item; a thread makes the next result while the caller uses this one."""
-    with ThreadPoolExecutor(1) as thread:
-        before: Future[_Made] | None = None
-        for item in items:
-            coming = thread.submit(make, item)
-            if before is not None:
-                yield before.result()
-            before = coming
-        if before is not None:
-            yield before.result()
-
-
-def _say_repeated(source: Source, pipeline: pb.Pipeline, duplicates: Duplicates | None) -> None:
-    """Warns if the key columns do not distinguish all rows of the output."""
-    keys = list(pipeline.data.key_columns)
-    if duplicates is None or features.REQUEST_TIME in keys:
-        return
-    count = count_repeated(source, keys) - len(duplicates.rows)
-    if count > 0:
-        log.warning(
-            "rows with the %s of an earlier row, at another request_time: %s. The predictions have a row for "
-            "each, in the order of the input. To distinguish them, add columns to data.key_columns",
-            " and ".join(keys),
-            f"{count:,}" if count < MANY else f"{MANY:,} or more",
-        )
-
-
-def _say_recall(recall: Recall | None, output: Path) -> None:
-    if recall is None or recall.recall is None:
-        return
-    log.info(
-        "index %s found %.2f %% of the exact top %d of %d rows",
-        recall.factory,
-        100 * recall.recall,
-        recall.k,
-        recall.rows,
-    )
-    files.write_text(output / INDEX, json.dumps(asdict(recall), indent=1) + "\n")
-
-
-def _require_ours(output: Path) -> None:
-    """Raises RecsysError if the folder holds anything but predictions."""
-    if output.exists() and not output.is_dir():
-        raise RecsysError(f"{output} is a file, and predictions are a folder: give another --output")
-    names = {path.name for path in output.iterdir()} if output.exists() else set()
-    begun = JOB in names and any(name.startswith("part-") for name in names)
-    # A job without a finished part leaves nothing that could be confused with another job.
-    if not begun and any(not name.startswith(".part-") for name in names - {JOB, LOCK}):
-        raise RecsysError(f"{output} is not empty and holds no predictions: give another --output")
-
-
-@contextmanager
-def _alone_in(output: Path) -> Iterator[None]:
-    output.mkdir(parents=True, exist_ok=True)
-    with files.locked(output / LOCK) as taken:
-        if not taken:
-            raise RecsysError(
-                f"{output}: another process predicts into this folder; wait for it, end it, or give another "
-                "--output"
-            )
-        yield
-
-
-def _begin(predictor: Predictor, source: Source, output: Path) -> None:
-    """Records package, settings and input in the folder; raises RecsysError on parts of another job."""
-    job = {
-        "package": files.sha256(predictor.package.folder / files.MANIFEST),
-        "predict": str(predictor.settings).split("\n"),
-        "key_columns": list(predictor.pipeline.data.key_columns),
-        "input": [asdict(mark) for mark in source.marks()],
-    }
-    noted = output / JOB
-    if not any(output.glob("part-*.parquet")):
-        files.write_text(noted, json.dumps(job, indent=1) + "\n")
-        return
-    try:
-        before = typed_json.parse(noted.read_bytes(), dict[str, Any])
-    except (OSError, ValueError, TypeError) as error:
-        raise RecsysError(
-            f"{noted}: cannot be read ({error}), so it is unknown which input the predictions belong to: "
-            "give another --output, or remove that folder"
-        ) from error
-    changed = [label for name, label in JOB_PARTS.items() if before.get(name) != job[name]]
-    if changed:
-        raise RecsysError(
-            f"{output} holds predictions made with a different {' and a different '.join(changed)}: give "
-            "another --output, or remove that folder"
-        )
-
-
-def _write(table: pa.Table, part: Path) -> None:
-    aside = part.with_name(f".{part.name}.partial")
-    pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
-    files.publish(aside, part)
 
 
 def _table(pipeline: pb.Pipeline, item: str) -> str:

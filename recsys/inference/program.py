@@ -6,9 +6,10 @@ Native code does not check its inputs, so a wrong dtype or a strided tensor woul
 import importlib
 import logging
 import os
+import stat
 import zipfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
@@ -99,13 +100,20 @@ def _import(name: str, path: Path) -> None:
 def _require_archive(path: Path) -> None:
     """Raises PackageError unless the file is an uncompressed archive, as the compiler writes it.
 
-    The loader extracts it into a temporary folder, which an archive of compressed zeros could fill.
+    The loader extracts it into a temporary folder, which an archive of compressed zeros could fill, and
+    entries with other paths could leave.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
+            entries = archive.infolist()
+            unpacked = sum(entry.file_size for entry in entries)
     except (zipfile.BadZipFile, ValueError) as error:
         raise PackageError(f"{path}: not a compiled program ({error}): export it again") from error
+    for entry in entries:
+        name = PurePosixPath(entry.filename.replace("\\", "/"))
+        is_link = stat.S_ISLNK(entry.external_attr >> 16)
+        if name.is_absolute() or ".." in name.parts or is_link:
+            raise PackageError(f"{path}: its entry {entry.filename!r} leads out of it: do not use it")
     if unpacked > path.stat().st_size:
         problem = f"its {path.stat().st_size:,} bytes unpack to {unpacked:,}"
         raise PackageError(f"{path}: {problem}, but a compiled program is not compressed: export it again")

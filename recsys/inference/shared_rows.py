@@ -93,7 +93,9 @@ class BlockScores:
     def of(self, block: ColumnBlock) -> np.ndarray:
         """Returns the scores of all candidates of a block in its order, float32 [N, tasks]."""
         merged = merge(block, self.limits.group_size)
-        merged = merged.select(np.flatnonzero(merged.lengths[pb.CANDIDATE]))
+        has_candidates = merged.lengths[pb.CANDIDATE] > 0
+        if not has_candidates.all():
+            merged = merged.select(np.flatnonzero(has_candidates))
         # Scores stay on the device until all are computed, so that the next batch is prepared meanwhile.
         scores = list(self._scores(merged))
         if not scores:
@@ -104,7 +106,8 @@ class BlockScores:
         limits = self.limits
         rows = block if self.scorer.may_cache else in_pieces(block, limits.longest)
         for run in bounded_runs(rows.lengths[pb.CANDIDATE].tolist(), limits.rows, limits.candidates):
-            yield self.scorer.score(self.to_batch(rows.select(run)))
+            is_all = run.stop - run.start == len(rows.row)
+            yield self.scorer.score(self.to_batch(rows if is_all else rows.select(run)))
 
 
 def merge(block: ColumnBlock, group_size: int) -> ColumnBlock:

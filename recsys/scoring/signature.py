@@ -91,9 +91,13 @@ def flatten(batch: Batch, *, with_seen: bool = False) -> tuple[Tensor, ...]:
         return not (searches_items and (name in of_items or name.startswith(prefixes)))
 
     tensors = []
-    for name in filter(used, batch.ids.keys()):
+    # Much faster than to take the columns out of the KeyedJaggedTensor one by one.
+    columns = zip(batch.ids.keys(), batch.ids.values().split(batch.ids.length_per_key()), strict=True)
+    for name, values in columns:
+        if not used(name):
+            continue
         # A column is a slice, but compiled code expects aligned addresses, which a clone has.
-        tensors.append(batch.ids[name].values().clone())
+        tensors.append(values.clone())
         if name in batch.value_counts:
             tensors.append(batch.value_counts[name])
     tensors += [batch.numbers[name] for name in sorted(filter(used, batch.numbers))]

@@ -1,6 +1,7 @@
 """The routes of the server, as a FastAPI application.
 
 POST /score, /recommend     one of the two: the package either scores candidates or searches items
+GET  /                      a page about the users of a file, if there is one
 POST /reload                needs a token
 GET  /healthz, /readyz      alive; ready to answer
 GET  /metrics               Prometheus
@@ -17,7 +18,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.json_schema import models_json_schema
@@ -25,18 +26,18 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 import recsys
+from recsys.serving.asked import Asked
 from recsys.serving.batcher import ClosedError, DeadlineError, QueueFullError
+from recsys.serving.experiment import Experiment
 from recsys.serving.guard import Bodies, Guard, failure
 from recsys.serving.metrics import Metrics
-from recsys.serving.model import Prepared
-from recsys.serving.reload import ModelHolder, ReloadError
+from recsys.serving.model import ServingModel
+from recsys.serving.page import Page
+from recsys.serving.reload import ReloadError
 from recsys.serving.schema import Failure, InvalidRequestError
 
 SCORE, RECOMMEND, RELOAD = "/score", "/recommend", "/reload"
-_ROUTES = frozenset({SCORE, RECOMMEND, RELOAD, "/healthz", "/readyz", "/metrics", "/openapi.json"})
-_SMALL = 1 << 16
-"""Largest body in bytes that is parsed in the event loop. Larger ones would keep other requests waiting."""
-
+_ROUTES = frozenset({"/", SCORE, RECOMMEND, RELOAD, "/healthz", "/readyz", "/metrics", "/openapi.json"})
 _REFERENCE = "#/components/schemas/{model}"
 _FAILURES = {
     400: "The body is not JSON.",
@@ -81,22 +82,25 @@ class ReloadRequest(BaseModel):
 
 
 def create_app(
-    holder: ModelHolder,
+    experiment: Experiment,
     metrics: Metrics,
     options: ServingOptions,
     is_stopping: Callable[[], bool] = lambda: False,
+    page: Page | None = None,
 ) -> ASGIApp:
     """Creates the application.
 
     Args:
-        holder: the model that answers.
+        experiment: the packages that answer.
         metrics: counts requests.
         options: limits, token.
         is_stopping: returns whether the server is about to stop; it is then no longer ready.
+        page: what is shown at `/`; None for no page.
     """
     app = FastAPI(title="recsys", version=recsys.__version__, docs_url=None, redoc_url=None)
     bodies = Bodies(options.max_body, options.max_bodies)
     in_flight: set[Request] = set()
+    asked = Asked(experiment, metrics)
 
     async def ask(request: Request, recommends: bool) -> Response:
         if len(in_flight) >= options.max_requests:
@@ -105,7 +109,7 @@ def create_app(
         until = time.monotonic() + options.deadline
         try:
             return await asyncio.wait_for(
-                _answer(request, holder, bodies, recommends, until), options.deadline
+                _answer(request, asked, bodies, recommends, until), options.deadline
             )
         except (asyncio.TimeoutError, DeadlineError):
             return failure(504, f"no answer within {1000 * options.deadline:g} ms")
@@ -124,23 +128,38 @@ def create_app(
 
     @app.post(RELOAD, summary="Loads the package again, or another one, and switches to it.")
     async def reload(request: Request) -> Response:
-        return await _reload(request, holder, bodies, metrics, options)
+        return await _reload(request, experiment, bodies, metrics, options)
 
     @app.get("/healthz", summary="Tells whether the server works.")
     async def healthz() -> Response:
-        alive = holder.current.batcher.is_alive
+        alive = all(holder.current.batcher.is_alive for holder in experiment.holders)
         return JSONResponse({"status": "ok"}) if alive else failure(500, "the forward thread has ended")
 
     @app.get("/readyz", summary="Tells whether the server accepts requests.")
     async def readyz() -> Response:
         if is_stopping():
             return _busy("the server is stopping")
-        return JSONResponse({"status": "ready", "model": holder.current.version})
+        versions = [holder.current.version for holder in experiment.holders]
+        return JSONResponse({"status": "ready", "model": " ".join(versions)})
 
     @app.get("/metrics", summary="Metrics in Prometheus's text format.")
     async def show_metrics() -> Response:
-        metrics.waiting_rows.set(holder.current.batcher.waiting_rows)
+        waiting = [holder.current.batcher.waiting_rows for holder in experiment.holders]
+        metrics.waiting_rows.set(sum(waiting))
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    if page is not None:
+
+        @app.get("/", include_in_schema=False)
+        async def show_page(user: str | None = None) -> Response:
+            row = None if user is None else page.row(user)
+            if row is None:
+                return HTMLResponse(page.html(user), 200 if user is None else 404)
+            try:
+                answer = await asked.answer({"rows": [row]}, time.monotonic() + options.deadline)
+            except (InvalidRequestError, QueueFullError, ClosedError, DeadlineError) as error:
+                return HTMLResponse(page.html(user, error=_told(error)), 503)
+            return HTMLResponse(page.html(user, answer))
 
     @app.exception_handler(InvalidRequestError)
     async def invalid(request: Request, error: InvalidRequestError) -> Response:
@@ -161,37 +180,25 @@ def create_app(
         log.error("a request failed", exc_info=error)
         return failure(500, "internal error; the server's log has it")
 
-    app.openapi = lambda: _openapi(app, holder)
+    app.openapi = lambda: _openapi(app, experiment.first)
     return Guard(app, metrics, _ROUTES, options.token)
 
 
-async def _answer(
-    request: Request, holder: ModelHolder, bodies: Bodies, recommends: bool, until: float
-) -> Response:
+async def _answer(request: Request, asked: Asked, bodies: Bodies, recommends: bool, until: float) -> Response:
     """Reads, validates and scores one request."""
     body = await bodies.read(request)
     try:
-        with holder.use() as model:
-            if model.recommends != recommends:
-                fit, does = (
-                    (RECOMMEND, "searches items") if model.recommends else (SCORE, "scores candidates")
-                )
-                return failure(404, f"the package {does}: POST {fit}")
-            prepared: Prepared
-            if len(body) <= _SMALL:
-                prepared = model.prepare(body)
-            else:
-                prepared = await asyncio.to_thread(model.prepare, body)
-            future = model.batcher.submit(prepared, len(prepared.request.rows), until)
-            columns = await asyncio.wrap_future(future)
-            text = json.dumps(model.answer(prepared, columns), ensure_ascii=False, allow_nan=False)
-            return Response(text, media_type="application/json")
+        if asked.recommends != recommends:
+            fit, does = (RECOMMEND, "searches items") if asked.recommends else (SCORE, "scores candidates")
+            return failure(404, f"the package {does}: POST {fit}")
+        text = json.dumps(await asked.answer(body, until), ensure_ascii=False, allow_nan=False)
+        return Response(text, media_type="application/json")
     finally:
         bodies.release(body)
 
 
 async def _reload(
-    request: Request, holder: ModelHolder, bodies: Bodies, metrics: Metrics, options: ServingOptions
+    request: Request, experiment: Experiment, bodies: Bodies, metrics: Metrics, options: ServingOptions
 ) -> Response:
     if options.token is None:
         return failure(403, "start the server with --token-file or --token-env to allow reloads")
@@ -199,14 +206,21 @@ async def _reload(
     bodies.release(body)
     try:
         asked = ReloadRequest.model_validate_json(body) if body else ReloadRequest()
-        model = await holder.reload(asked.package)
+        models = await experiment.reload(asked.package)
     except ValidationError as error:
         return failure(422, "; ".join(entry["msg"] for entry in error.errors(include_url=False)))
     except ReloadError as error:
         metrics.reloads.labels("refused").inc()
-        return failure(409, f"{holder.current.version} stays in use: {error}")
+        return failure(409, str(error))
     metrics.reloads.labels("done").inc()
-    return JSONResponse({"model": model.version})
+    return JSONResponse({"model": " ".join(model.version for model in models)})
+
+
+def _told(error: Exception) -> str:
+    """Returns what the page says about an error."""
+    if isinstance(error, InvalidRequestError):
+        return "; ".join(f"{finding.field}: {finding.message}" for finding in error.failure.findings)
+    return "The server is busy; try again."
 
 
 def _busy(error: str) -> JSONResponse:
@@ -215,9 +229,8 @@ def _busy(error: str) -> JSONResponse:
     return answer
 
 
-def _openapi(app: FastAPI, holder: ModelHolder) -> dict[str, Any]:
+def _openapi(app: FastAPI, model: ServingModel) -> dict[str, Any]:
     """Returns the OpenAPI description, with the request and answer schemas of the served package."""
-    model = holder.current
     described = get_openapi(title=app.title, version=app.version, routes=app.routes)
     served_path, unserved_path = (RECOMMEND, SCORE) if model.recommends else (SCORE, RECOMMEND)
     del described["paths"][unserved_path]

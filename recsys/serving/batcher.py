@@ -60,15 +60,16 @@ class Batcher(Generic[Request, Answer]):
     """A bounded queue and the thread that empties it.
 
     Args:
-        run: computes one answer for each request of a batch, in order. If it raises an error for several
-            requests, it is called for each of them alone, so that only those that cause the error get it.
+        run: computes one answer for each request of a batch, in order; an answer that is an exception is
+            raised for its request only. If `run` raises an error for several requests, it is called for each
+            of them alone, so that only those that cause the error get it.
         limits: bounds of batches and queue.
         observe: called with the number of rows of each batch.
     """
 
     def __init__(
         self,
-        run: Callable[[Sequence[Request]], Sequence[Answer]],
+        run: Callable[[Sequence[Request]], Sequence[Answer | Exception]],
         limits: BatchLimits,
         observe: Callable[[int], None] = lambda rows: None,
     ) -> None:
@@ -165,7 +166,10 @@ class Batcher(Generic[Request, Answer]):
         try:
             answers = self._run([waiting.request for waiting in batch])
             for waiting, answer in zip(batch, answers, strict=True):
-                waiting.answer.set_result(answer)
+                if isinstance(answer, Exception):
+                    waiting.answer.set_exception(answer)
+                else:
+                    waiting.answer.set_result(answer)
         except Exception as error:  # noqa: BLE001  whoever waits for the answer gets it
             undone = [waiting for waiting in batch if not waiting.answer.done()]
             if len(undone) == 1:

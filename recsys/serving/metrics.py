@@ -1,6 +1,13 @@
 """The server's metrics, in Prometheus's text format."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -11,6 +18,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        # Memory, CPU time and open files of the process.
+        ProcessCollector(registry=self._registry)
         self.requests = Counter(
             "recsys_requests", "Answered requests.", ["route", "status"], registry=self._registry
         )
@@ -28,14 +37,23 @@ class Metrics:
             "recsys_queue_rows", "Rows that wait to be scored.", registry=self._registry
         )
         self.reloads = Counter("recsys_reloads", "Reloads by outcome.", ["outcome"], registry=self._registry)
-        self._model = Gauge(
-            "recsys_model_info", "1 for the package that is served.", ["version"], registry=self._registry
+        self.rows = Counter(
+            "recsys_rows", "Answered rows by package, A or B.", ["package"], registry=self._registry
         )
+        self._model = Gauge(
+            "recsys_model_info",
+            "1 for a package that is served.",
+            ["package", "version"],
+            registry=self._registry,
+        )
+        self._versions: dict[str, str] = {}
 
-    def set_model(self, version: str) -> None:
-        """Sets the version of the served package."""
-        self._model.clear()
-        self._model.labels(version).set(1)
+    def set_model(self, package: str, version: str) -> None:
+        """Sets the version of a served package, `A` or `B`."""
+        if package in self._versions:
+            self._model.remove(package, self._versions[package])
+        self._versions[package] = version
+        self._model.labels(package, version).set(1)
 
     def text(self) -> bytes:
         """Returns all metrics as text."""

@@ -29,7 +29,10 @@ class ModelHolder:
 
     Attributes:
         current: the model that answers new requests.
+        accept: called with each loaded model before it takes over; may raise a RecsysError.
     """
+
+    accept: Callable[[ServingModel], None]
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class ModelHolder:
         observe: Callable[[ServingModel], None] = lambda model: None,
     ) -> None:
         self.current = model
+        self.accept = lambda model: None
         self._root = model.folder.resolve().parent
         self._folder = model.folder
         self._load, self._observe = load, observe
@@ -74,6 +78,7 @@ class ModelHolder:
         self._loading = True
         try:
             model = await asyncio.to_thread(self._load, folder)
+            self.accept(model)
         except (RecsysError, OSError) as error:
             log.error("%s was not loaded, %s stays in use: %s", folder, self.current.version, error)
             raise ReloadError(str(error)) from error

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from recsys import protos as pb
 from recsys.config import features
-from recsys.data.arrow import first_line, is_text
+from recsys.data.arrow import is_text
 from recsys.data.schema.contract import FileColumn, Kind, file_columns
 from recsys.data.schema.vocabulary import id_type
 
@@ -128,17 +128,26 @@ class RequestSchema:
         self.answer = create_model(
             "Answer",
             __config__=_STRICT,
-            model=(str, Field(description="Version of the package that answered.")),
+            model=(
+                str | None,
+                Field(description="Version of the package that answered; null if two answered rows of it."),
+            ),
+            models=(
+                list[str],
+                Field(None, description="Only with two packages: version of the one that answered each row."),
+            ),
             rows=(list[answered], Field(description="One row for each row of the request, in its order.")),
         )
 
-    def parse(self, body: bytes) -> Any:
-        """Validates the JSON of a request, and returns an instance of `request`.
+    def parse(self, body: bytes | dict[str, Any]) -> Any:
+        """Validates a request, as JSON or as an object, and returns an instance of `request`.
 
         Raises:
             InvalidRequestError: status 400 if the body is not JSON, 422 if it does not fit.
         """
         try:
+            if isinstance(body, dict):
+                return self.request.model_validate(body)
             return self.request.model_validate_json(body)
         except ValidationError as error:
             errors = error.errors(include_url=False, include_context=False, include_input=False)
@@ -155,27 +164,39 @@ class RequestSchema:
             raise InvalidRequestError(422, failure) from None
 
     def table(self, rows: list[Any]) -> pa.Table:
-        """Converts validated rows to a table of the columns that the package reads.
-
-        Raises:
-            InvalidRequestError: a column is given in some rows only, or has ids of two types.
-        """
+        """Returns the columns that the package reads, of validated rows of any requests."""
         columns: dict[str, pa.Array] = {}
         for field in self._fields:
             values = [getattr(row, self._names[field.name]) for row in rows]
             if not field.required and None in values:
-                if any(value is not None for value in values):
-                    raise _unfit(field.name, "give it in all rows of a request, or in none")
-                continue
+                if all(value is None for value in values):
+                    continue
+                # Another request of the batch gives the times of its candidates.
+                values = [
+                    self._times(row) if value is None else value
+                    for row, value in zip(rows, values, strict=True)
+                ]
             try:
                 columns[field.name] = pa.array(values, field.kind)
-            except (pa.ArrowException, ValueError, TypeError) as error:
-                raise _unfit(field.name, first_line(error)) from None
+            except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError):
+                # Hashed ids may be integers in one row and texts in the next; 7 and "7" are the same id.
+                if field.kind is not None:
+                    raise
+                columns[field.name] = pa.array([_as_text(value) for value in values])
         return pa.table(columns)
+
+    def _times(self, row: Any) -> list[int]:
+        """Returns the request's time for each candidate of a row: the default of the only optional column."""
+        candidates = next(name for name in self._names if name.startswith(features.PREFIX[pb.CANDIDATE]))
+        return [self.values(row, features.REQUEST_TIME)] * len(self.values(row, candidates))
 
     def values(self, row: Any, name: str) -> Any:
         """Returns the value of a column of a validated row."""
         return getattr(row, self._names[name])
+
+    def user(self, row: Any) -> Any:
+        """Returns the first key column of a validated row; None if the row or the package has none."""
+        return self.values(row, self.keys[0]) if self.keys else None
 
 
 def _declared(column: FileColumn, limits: RequestLimits) -> tuple[Any, Any]:
@@ -237,9 +258,9 @@ def _place(location: tuple[int | str, ...]) -> str:
     return place
 
 
-def _unfit(column: str, message: str) -> InvalidRequestError:
-    finding = Finding(field=f"rows[].{column}", message=message)
-    return InvalidRequestError(422, Failure(error="the request does not fit", findings=[finding]))
+def _as_text(value: Any) -> Any:
+    """Returns ids, within any lists, as texts."""
+    return [_as_text(inner) for inner in value] if isinstance(value, list) else str(value)
 
 
 def output_types(pipeline: pb.Pipeline, outputs: list[str], searched: str | None) -> dict[str, Any]:

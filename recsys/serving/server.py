@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,14 @@ from pathlib import Path
 import uvicorn
 
 from recsys.errors import ConfigError, RecsysError
+from recsys.inference.package import Package
 from recsys.serving.application import ServingOptions, create_app
 from recsys.serving.batcher import BatchLimits
+from recsys.serving.experiment import NAMES, Experiment
 from recsys.serving.json_logs import json_lines
 from recsys.serving.metrics import Metrics
 from recsys.serving.model import ServingModel
+from recsys.serving.page import Page
 from recsys.serving.reload import ModelHolder
 from recsys.serving.schema import RequestLimits
 
@@ -35,15 +38,23 @@ class ServerSettings:
     Attributes:
         host, port: address to listen on; port 0 picks a free port.
         grace: seconds that requests in flight have to finish after SIGTERM.
+        share: share of the users whom the second of two packages answers.
+        page_rows: files with rows of the users that the page at `/` knows; empty for no page.
+        item_names: file with the names of items for that page.
+        verify_key: file of the public key that must have signed each package, also at a reload.
     """
 
     host: str
     port: int
     grace: float
+    share: float = 0.0
+    page_rows: Sequence[str] = ()
+    item_names: str | None = None
+    verify_key: Path | None = None
 
 
 def serve(
-    folder: Path,
+    folders: Sequence[Path],
     settings: ServerSettings,
     options: ServingOptions,
     requests: RequestLimits,
@@ -51,23 +62,39 @@ def serve(
     *,
     dry_run: bool = False,
 ) -> None:
-    """Serves a package until SIGTERM or Ctrl-C; the requests in flight are answered first.
+    """Serves one package or two until SIGTERM or Ctrl-C; the requests in flight are answered first.
 
-    A dry run loads the package, binds the address and ends.
+    A dry run loads the packages, binds the address and ends.
 
     Raises:
+        ConfigError: two packages take different requests, or the page cannot be made.
         PackageError: the package cannot be used.
         RecsysError: the address cannot be used, or requests were cut off because the grace period was over.
     """
     metrics = Metrics()
 
     def load(place: Path) -> ServingModel:
-        return ServingModel(place, requests, batches, lambda rows: metrics.batch_rows.observe(rows))
+        package = Package(place, verify_key=settings.verify_key)
+        return ServingModel(package, requests, batches, lambda rows: metrics.batch_rows.observe(rows))
+
+    def observer(name: str) -> Callable[[ServingModel], None]:
+        return lambda model: metrics.set_model(name, model.version)
 
     with json_lines(), _listen(settings) as listening:
-        holder = ModelHolder(load(folder), load, lambda model: metrics.set_model(model.version))
+        experiment = Experiment(
+            [
+                ModelHolder(load(folder), load, observer(name))
+                for name, folder in zip(NAMES, folders, strict=False)
+            ],
+            settings.share,
+        )
+        page = None
+        if settings.page_rows:
+            page = Page(experiment.first.pipeline, settings.page_rows, settings.item_names)
         server: uvicorn.Server | None = None
-        app = create_app(holder, metrics, options, lambda: server is not None and server.should_exit)
+        app = create_app(
+            experiment, metrics, options, lambda: server is not None and server.should_exit, page
+        )
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -84,14 +111,15 @@ def serve(
         if settings.host not in _LOOPBACK and options.token is None:
             log.warning("anyone who can reach %s can use this server: it requires no token", settings.host)
         host, port = listening.getsockname()[:2]
-        fields = {"host": host, "port": port, "model": holder.current.version}
+        versions = " ".join(holder.current.version for holder in experiment.holders)
+        fields = {"host": host, "port": port, "model": versions}
         log.info("listening" if not dry_run else "dry run: would listen", extra={"fields": fields})
         if dry_run:
-            holder.close(settings.grace)
+            experiment.close(settings.grace)
             return
         with _quiet_sigterm():
             server.run(sockets=[listening])
-        if not holder.close(settings.grace):
+        if not experiment.close(settings.grace):
             raise RecsysError(f"a computation did not end within {settings.grace:g} s and was cut off")
         log.info("stopped")
 

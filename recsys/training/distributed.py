@@ -20,7 +20,7 @@ from recsys.errors import RecsysError
 from recsys.training.rendezvous import fresh_store
 
 _TIMEOUT = timedelta(seconds=90)
-"""Timeout of a collective. It must exceed any pause between two collectives of a run."""
+"""Timeout of a collective of a training run, and of the meeting of all processes at its start."""
 
 Result = TypeVar("Result")
 
@@ -42,8 +42,12 @@ class Processes:
 
 
 @contextmanager
-def process_group() -> Iterator[Processes]:
+def process_group(timeout: timedelta = _TIMEOUT) -> Iterator[Processes]:
     """Sets up the process group of the run. No model, optimizer or pipeline may outlive the block.
+
+    Args:
+        timeout: how long a process waits in a collective for the others. It must exceed any pause between two
+            collectives of the run.
 
     If the caller already has a process group, the run uses that group and does not destroy it.
 
@@ -55,7 +59,7 @@ def process_group() -> Iterator[Processes]:
         yield Processes(dist.get_rank(), dist.get_world_size(), _device())
         return
     show_error = sys.excepthook
-    processes = _start()
+    processes = _start(timeout)
     try:
         yield processes
         gc.collect()
@@ -67,7 +71,7 @@ def process_group() -> Iterator[Processes]:
         sys.excepthook = show_error
 
 
-def _start() -> Processes:
+def _start(timeout: timedelta) -> Processes:
     device = _device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -76,7 +80,7 @@ def _start() -> Processes:
     if dist.is_torchelastic_launched():
         shared, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
         store = fresh_store(shared, rank, world_size, _TIMEOUT)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 
 

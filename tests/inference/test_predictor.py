@@ -17,7 +17,8 @@ from recsys.data.schema.vocabulary import mappings
 from recsys.data.sources import open_source
 from recsys.errors import DataError, RecsysError
 from recsys.inference.exporter import catalogue
-from recsys.inference.predictor import Predictor, _one_ahead, predict
+from recsys.inference.predict_files import _one_ahead, predict
+from recsys.inference.predictor import Predictor
 from recsys.models import build_model
 from tests.modules.pipelines import RETRIEVER, batch_of, pipeline_of, random_row
 

@@ -169,11 +169,11 @@ def change(row: dict, name: str, value: object) -> str:
         (
             "request_time",
             1_700_000_000_000,
-            "rows",
-            "request, row 1: request_time is 1700000000000, which loo",
+            "rows[1]",
+            "request_time is 1700000000000, which loo",
         ),
-        ("request_time", -5, "rows", "request, row 1: request_time is -5; times are 0 or larger"),
-        ("uih_timestamps", [3, 2], "rows", "request, row 1: "),
+        ("request_time", -5, "rows[1]", "request_time is -5; times are 0 or larger"),
+        ("uih_timestamps", [3, 2], "rows[1]", "uih_timestamps"),
     ],
 )
 def test_a_bad_row_is_told_by_field_and_row(server, rows, name, value, field, message):
@@ -193,10 +193,14 @@ def test_a_bad_row_spares_the_requests_of_its_batch(packages, rows, expected):
         post = lambda given: running.client.post("/score", json={"rows": given})  # noqa: E731
         with ThreadPoolExecutor(3) as threads:
             first, second, third = threads.map(post, asked)
-        assert "a batch of 3 requests failed" in running.process.output()
+        # They were scored in one batch, in spite of the bad row.
+        assert "requests failed" not in running.process.output()
+        text = running.client.get("/metrics").text
+        assert "recsys_batch_rows_count 1.0" in text and "recsys_batch_rows_sum 4.0" in text
     assert same([answer.json()["rows"][0] for answer in (first, third)], expected.answers[:4:3])
     assert second.status_code == 422
-    assert "request, row 1: request_time is -5;" in second.json()["findings"][0]["message"]
+    (finding,) = second.json()["findings"]
+    assert finding["field"] == "rows[1]" and finding["message"].startswith("request_time is -5;")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +311,7 @@ def test_a_broken_package_leaves_the_old_one_and_a_new_one_takes_over_without_a_
     for place, answer in answers:
         assert same(answer.json()["rows"], [expected.answers[place]])
     text = server.client.get("/metrics").text
-    assert f'recsys_model_info{{version="{after}"}} 1.0' in text and before not in text
+    assert f'recsys_model_info{{package="A",version="{after}"}} 1.0' in text and before not in text
 
 
 def test_overload_is_answered_and_sigterm_loses_nothing(packages, rows, expected):

@@ -3,11 +3,13 @@
 import asyncio
 import inspect
 import statistics
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from scripts import bench_http
-from scripts.bench_http import Client, arrivals, offer, percentile
+from scripts.bench_http import Client, arrivals, gauge, offer, percentile, slope, soak
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,56 @@ def test_failures_are_counted_and_are_no_latencies():
         "ConnectionError": count // 3,
     }
     assert len(actual.seconds) == actual.statuses["200"]
+
+
+def test_a_soak_tells_how_memory_grows(monkeypatch, capsys):
+    """A server whose memory grows by 2 MiB a minute, under a clock that offers move."""
+    clock = [0.0]
+
+    class Growing:
+        async def ask(self, method, path):
+            memory = 2**20 * (100 + clock[0] / 30)
+            text = f"process_resident_memory_bytes {memory}\nprocess_open_fds 7.0\n"
+            return bench_http.Answer("200", text.encode())
+
+    async def offer(client, path, bodies, rate, seconds):
+        clock[0] += seconds
+        return bench_http.Measured([0.25, 0.5], Counter({"200": 2}), 9.5)
+
+    monkeypatch.setattr(bench_http, "offer", offer)
+    monkeypatch.setattr(bench_http, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    asyncio.run(soak(Growing(), "/score", [b"{}"], 200.0, 150.0))
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[2] == "| 60 | 10 | 250.0 | 500.0 | 102.0 | 7 | 2 x 200 |"
+    # The last piece is half a minute.
+    assert lines[4] == "| 150 | 10 | 250.0 | 500.0 | 105.0 | 7 | 2 x 200 |"
+    assert lines[-1] == "memory grows by 120.0 MiB/h in the second half"
+
+
+def test_a_slope_is_that_of_the_line_and_a_metric_is_found_by_its_whole_name():
+    assert slope([(x, 3.0 * x - 7) for x in (0.0, 1.0, 5.0, 9.0)]) == pytest.approx(3)
+    assert slope([(0.0, 1.0), (1.0, 3.0), (2.0, 2.0)]) == pytest.approx(0.5)
+    text = "# HELP a about\na_total 9\na 1.5e+02\n"
+    assert gauge(text, "a") == 150
+    with pytest.raises(ConnectionError, match="have no b"):
+        gauge(text, "b")
+
+
+def test_a_connection_that_the_server_closed_is_not_used_again():
+    async def run():
+        served = Server(0.0)
+        listening = await asyncio.start_server(served, bench_http.HOST, 0)
+        client = Client(listening.sockets[0].getsockname()[1], 1)
+        statuses = []
+        for _ in range(2):
+            statuses.append((await client.ask("POST", "/x", b"200")).status)
+            (idle,) = client._idle
+            idle[0].feed_eof()
+        client.close()
+        listening.close()
+        return statuses, served.connections
+
+    assert asyncio.run(run()) == (["200", "200"], 2)
 
 
 def test_only_this_machine_can_be_loaded():

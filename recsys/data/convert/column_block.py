@@ -5,7 +5,7 @@
 (HISTORY) or all candidates (CANDIDATE) one after the other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -46,6 +46,8 @@ class ColumnBlock:
         cut: by side, bool [rows], True if the file has more elements than were read.
         flat: columns by name.
         keys: key columns, unchanged from the file; None in training.
+        bad_rows: in prediction that leaves bad rows out, a sentence about each of them by its index here.
+            Neither `select` nor `join` keeps it.
     """
 
     file: np.ndarray
@@ -56,6 +58,7 @@ class ColumnBlock:
     cut: dict[int, np.ndarray]
     flat: dict[str, FlatColumn]
     keys: pa.Table | None = None
+    bad_rows: dict[int, str] = field(default_factory=dict)
 
     @cached_property
     def _starts(self) -> dict[int, np.ndarray]:
@@ -117,7 +120,7 @@ def join(blocks: list[ColumnBlock], order: np.ndarray | None = None) -> ColumnBl
 def pick(column: FlatColumn, elements: np.ndarray | slice) -> FlatColumn:
     """Selects elements of a column, by indices or a slice from `flat_indices`."""
     if column.offsets is None:
-        return column._replace(values=column.values[elements])
+        return FlatColumn(column.side, column.values[elements])
     if isinstance(elements, slice):
         offsets = column.offsets[elements.start : elements.stop + 1]
         return FlatColumn(column.side, column.values[offsets[0] : offsets[-1]], offsets - offsets[0])

@@ -83,6 +83,7 @@ class Converter:
         self.mode = mode
         self.mappings = table_mappings
         self._columns = file_columns(pipeline, mode)
+        self._skips = pipeline.data.bad_rows.policy == pb.BadRows.SKIP
         self._unknown_rates = _unknown_rates(self._columns) if mode == "train" else {}
         names = list(self._unknown_rates)
         self._name_hashes = dict(zip(names, hash_text(pa.array(names, pa.string())), strict=True))
@@ -112,16 +113,17 @@ class Converter:
         Raises:
             DataError: a row is bad, unless the policy is to leave bad rows out.
         """
-        cells = self._cells(table)
-        findings = self._check(table, cells)
+        arrays = self._arrays(table)
+        cells = self._cells(arrays)
+        findings = self._check(table, arrays, cells)
         self._check_repeats(findings, table, origin, duplicates)
-        if self.pipeline.data.bad_rows.policy != pb.BadRows.SKIP:
+        if not self._skips:
             findings.raise_first(origin.path, origin.first_row)
         good = findings.codes == 0
         good_rows = table
         if not good.all():
             good_rows = table.filter(pa.array(good))
-            cells = self._cells(good_rows)
+            cells = self._cells(self._arrays(good_rows))
         flat = {name: to_flat(column, self._mapping(name)) for name, column in cells.items()}
         if self._unknown_rates:
             self._show_unknown(flat, cells, origin, np.flatnonzero(good))
@@ -147,17 +149,24 @@ class Converter:
             cut={side: _spread(span.cut, good) for side, span in spans.items()},
             flat=flat,
             keys=table.select(list(self.pipeline.data.key_columns)) if self.mode != "train" else None,
+            bad_rows=findings.sentences,
         )
 
-    def _cells(self, table: pa.Table) -> dict[str, ColumnValues]:
-        present = [column for column in self._columns if column.name in table.column_names]
-        return {column.name: cells_of(table, column) for column in present}
+    def _arrays(self, table: pa.Table) -> dict[str, pa.Array]:
+        present = set(table.column_names)
+        return {c.name: one_array(table[c.name]) for c in self._columns if c.name in present}
 
-    def _check(self, table: pa.Table, cells: dict[str, ColumnValues]) -> RowFindings:
-        findings = RowFindings(table.num_rows)
+    def _cells(self, arrays: dict[str, pa.Array]) -> dict[str, ColumnValues]:
+        return {c.name: cells_of(arrays[c.name], c) for c in self._columns if c.name in arrays}
+
+    def _check(
+        self, table: pa.Table, arrays: dict[str, pa.Array], cells: dict[str, ColumnValues]
+    ) -> RowFindings:
+        # Training and evaluation only count bad rows; a prediction also lists them.
+        findings = RowFindings(table.num_rows, describe_all=self.mode == "predict" and self._skips)
         first: dict[int, ColumnValues] = {}
         for name, values in cells.items():
-            row_checks.check_nulls(findings, values, one_array(table[name]))
+            row_checks.check_nulls(findings, values, arrays[name])
             row_checks.check_values(findings, values)
             side = values.column.side
             if side != pb.USER:
@@ -278,9 +287,9 @@ class Converter:
         return key_hash(one_array(table[name]))
 
 
-def cells_of(table: pa.Table, column: FileColumn) -> ColumnValues:
-    """Extracts the values of one column of a table, with the lists around them."""
-    array, lists = one_array(table[column.name]), ()
+def cells_of(array: pa.Array, column: FileColumn) -> ColumnValues:
+    """Extracts the values of one column, with the lists around them."""
+    lists = ()
     for _ in range(column.depth):
         lists = (*lists, Lists.of(array))
         array = lists[-1].values

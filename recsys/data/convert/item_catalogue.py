@@ -98,7 +98,7 @@ def convert(
     in_file = [_file_column(column) for column in columns]
     check_columns(table.schema, in_file, path)
     findings = RowFindings(len(table))
-    cells = [cells_of(table, column) for column in in_file]
+    cells = [cells_of(one_array(table[column.name]), column) for column in in_file]
     for values in cells:
         check_nulls(findings, values, one_array(table[values.column.name]))
         check_values(findings, values)

@@ -1,12 +1,13 @@
 """Checks that rows keep their contract, over all rows of a table at once.
 
 Each check adds the rows that break it to `RowFindings`, with a reason, by which they are counted, and a
-sentence, which is only written for the first one. `schema.contract` checks the columns and types of a whole
-file.
+sentence, which is written for the first one only unless all are asked for. `schema.contract` checks the
+columns and types of a whole file.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -39,11 +40,19 @@ _LATEST_TIME = 100_000_000_000
 
 
 class RowFindings:
-    """The bad rows of one table, each with the first reason that was found for it."""
+    """The bad rows of one table, each with the first reason that was found for it.
 
-    def __init__(self, num_rows: int) -> None:
+    Args:
+        num_rows: number of rows of the table.
+        describe_all: whether to keep a sentence for every bad row, not only for the first one.
+    """
+
+    def __init__(self, num_rows: int, *, describe_all: bool = False) -> None:
         self.codes = np.zeros(num_rows, np.int8)
         """0 for a good row, else 1 + index into REASONS."""
+        self.sentences: dict[int, str] = {}
+        """The sentence of every bad row, by row number, if `describe_all`."""
+        self._describe_all = describe_all
         self._first: tuple[int, str] | None = None
 
     def add(self, reason: str, rows: np.ndarray, sentence: Callable[[int], str]) -> None:
@@ -56,8 +65,12 @@ class RowFindings:
         """
         if len(rows) == 0:
             return
-        fresh = rows[self.codes[rows] == 0]
-        self.codes[fresh] = 1 + REASONS.index(reason)
+        is_fresh = self.codes[rows] == 0
+        self.codes[rows[is_fresh]] = 1 + REASONS.index(reason)
+        if self._describe_all:
+            new_rows, places = np.unique(rows[is_fresh], return_index=True)
+            for row, place in zip(new_rows.tolist(), np.flatnonzero(is_fresh)[places].tolist(), strict=True):
+                self.sentences[row] = sentence(place)
         if self._first is None or rows[0] < self._first[0]:
             self._first = (int(rows[0]), sentence(0))
 
@@ -96,7 +109,7 @@ class Lists:
         offsets = column.offsets.to_numpy().astype(np.int64, copy=False)
         return cls(offsets - offsets[0], column.values.slice(offsets[0], offsets[-1] - offsets[0]))
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Number of values of each row, int64 [rows]."""
         return np.diff(self.offsets)

@@ -24,6 +24,11 @@ _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
 """Matches texts that are an integer of at most 18 digits in its shortest form, which int64 holds."""
 
 
+_FEW = 256
+"""Most texts that are looked up one by one in a dictionary, which for few of them is ten times faster."""
+
+_KEPT = 1 << 16
+"""Most texts in that dictionary."""
 _DEALT_OUT = "dealt out "
 """Begins the fingerprint of a vocabulary whose ids are spread over sharded rows. Checkpoints store it."""
 
@@ -64,6 +69,7 @@ class Vocabulary:
         self.ids = ids
         self.is_text = pa.types.is_large_string(ids.type)
         self.layout = ShardedRowLayout(len(ids), table)
+        self._places_of_texts: dict[str, int] = {}
         places = np.arange(len(ids))
         # The search for a text gives 1 + its index in `ids`, because the text there has to be compared.
         self._rows = np.append(0, self.layout.row_of(places)).astype(row_type(self.rows))
@@ -118,6 +124,19 @@ class Vocabulary:
 
     def _find_text(self, values: pa.Array) -> np.ndarray:
         """Returns 1 + the index of each id in `ids`, or 0 for an id that is not there."""
+        if len(values) > _FEW:
+            return self._find_many(values)
+        texts, kept = values.to_pylist(), self._places_of_texts
+        new = [text for text in texts if text not in kept]
+        if new:
+            if len(kept) + len(new) > _KEPT:
+                # A new one, since another thread may be looking texts up in the old one.
+                self._places_of_texts = kept = {}
+                new = texts
+            kept.update(zip(new, self._find_many(pa.array(new, pa.large_string())).tolist(), strict=True))
+        return np.fromiter(map(kept.__getitem__, texts), np.int64, len(texts))
+
+    def _find_many(self, values: pa.Array) -> np.ndarray:
         unique, inverse = _unique_text(values)
         places = self._search.find(hash_text(unique).view(np.int64), np.int64)
         if len(self.ids):

@@ -1,0 +1,80 @@
+"""The flags of `python -m recsys.serve`, and which of them go together."""
+
+import argparse
+from pathlib import Path
+
+from recsys.errors import ConfigError
+from recsys.flags import between
+from recsys.package_flags import add_verify_key, package_folder, packaged_config
+
+
+def folders(flags: argparse.Namespace) -> list[Path]:
+    """Returns the folders of one package or two."""
+    return [Path(folder) for folder in flags.package] or [package_folder(flags)]
+
+
+def first_config(flags: argparse.Namespace) -> Path:
+    """Returns the config of the first package."""
+    first = argparse.Namespace(**{**vars(flags), "package": flags.package[0] if flags.package else None})
+    return packaged_config(first)
+
+
+def check(flags: argparse.Namespace, token: str | None) -> None:
+    """Raises ConfigError for flags that do not go together."""
+    if len(flags.package) > 2:
+        raise ConfigError(f"--package: {len(flags.package)} packages are given; give one, or two to compare")
+    if (flags.share is not None) != (len(flags.package) == 2):
+        raise ConfigError(
+            "--share: give it with two packages: the share of the users whom the second one answers"
+        )
+    if flags.item_names and not flags.page_rows:
+        raise ConfigError("--item-names: it is for the page; give --page-rows, the rows of its users")
+    if flags.page_rows and token is not None:
+        raise ConfigError("--page-rows: a browser sends no token, so a server with a token has no page")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of this command."""
+    group = parser.add_argument_group("serve flags")
+    group.add_argument(
+        "--package",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="folder made by recsys.export (default: <run-dir>/export); twice to compare two, see --share",
+    )
+    add_verify_key(group)
+    group.add_argument(
+        "--share",
+        metavar="SHARE",
+        type=between(0, 1, float),
+        help="share of the users whom the second package answers, such as 0.1",
+    )
+    group.add_argument(
+        "--page-rows",
+        metavar="PATH",
+        nargs="+",
+        default=[],
+        help="parquet or .csv files of rows; a page at / shows what their users get",
+    )
+    group.add_argument("--item-names", metavar="FILE", help="columns `id` and `name` of items, for that page")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    group.add_argument("--token-file", metavar="FILE", help="file with the token that requests must carry")
+    group.add_argument("--token-env", metavar="NAME", help="environment variable that holds this token")
+    for name, kind, default, least, about in (
+        ("port", int, 8000, 0, "port to listen on; 0 picks a free one"),
+        ("max-wait-ms", float, 2.0, 0, "how long the first request of a batch waits for others"),
+        ("max-batch", int, 64, 1, "most rows that are scored together"),
+        ("max-queue", int, 128, 1, "most rows, and most requests, that may wait; others get a 503"),
+        ("deadline-ms", float, 1000.0, 1, "time limit of an answer; after it, a 504 is sent"),
+        ("max-body-mib", int, 8, 1, "largest body of a request; larger ones get a 413"),
+        ("max-rows", int, 256, 1, "most rows of a request"),
+        ("max-history", int, 10_000, 1, "most events of a row"),
+        ("max-candidates", int, 4_096, 1, "most candidates of a row"),
+        ("grace-s", float, 20.0, 1, "time that requests in flight have after SIGTERM"),
+    ):
+        shown = f"{about} (default: {default:g})"
+        most = 65_535 if name == "port" else 10**9
+        group.add_argument(f"--{name}", type=between(least, most, kind), default=default, help=shown)
