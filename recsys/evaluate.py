@@ -4,18 +4,10 @@
 """
 
 import argparse
-import json
-import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from recsys import cli, files
+from recsys import cli
 from recsys.callable_module import make_callable
-
-if TYPE_CHECKING:
-    from recsys.training.run import Evaluation
-
-logger = logging.getLogger("recsys.evaluate")
 
 
 def run(call: cli.Call) -> None:
@@ -28,6 +20,7 @@ def run(call: cli.Call) -> None:
         start_server()
     environment.import_torchrec_quietly()
     from recsys.training.distributed import process_group
+    from recsys.training.evaluation_record import record
     from recsys.training.run import evaluate
 
     limit = 1 if call.dry_run else None
@@ -42,29 +35,10 @@ def run(call: cli.Call) -> None:
             call.flags.compare_exact,
         )
         if processes.is_main:
-            _report(result, call)
-
-
-def _report(result: "Evaluation", call: cli.Call) -> None:
-    from recsys.evaluation.protocol import describe, protocol
-    from recsys.training.hooks.report_tested import update_report
-    from recsys.training.run import tell_hooks
-
-    for name, value in result.metrics.items():
-        print(f"{name:<{max(map(len, result.metrics))}}  {value:.5f}")
-    if not call.dry_run:
-        path = call.run_dir / f"{call.flags.split}_metrics.json"
-        defined = {name: value if value == value else None for name, value in result.metrics.items()}
-        settings = protocol(call.pipeline)
-        record = {"checkpoint": result.checkpoint.name, "metrics": defined, **result.counts._asdict()}
-        record["protocol"] = settings
-        with files.naming_full_disk(call.run_dir):
-            files.write_text(path, json.dumps(record, indent=1))
-            update_report(call.run_dir / "report.html")
-        tell_hooks(call.pipeline, call.run_dir, call.flags.split, result)
-        if settings:
-            logger.info("protocol: %s", describe(settings))
-        logger.info("%s on %s rows: %s", result.checkpoint.name, call.flags.split, path)
+            for name, value in result.metrics.items():
+                print(f"{name:<{max(map(len, result.metrics))}}  {value:.5f}")
+            if not call.dry_run:
+                record(result, call.pipeline, call.run_dir, call.flags.split)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
