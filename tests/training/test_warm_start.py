@@ -101,6 +101,14 @@ def test_without_states_the_weights_are_those_that_evaluation_uses(tmp_path, old
     assert not any(warm[n].any() for n in warm if n.endswith("exp_avg"))
 
 
+def test_a_table_may_be_placed_otherwise_now(tmp_path, old):
+    """Row 1 + i of a replicated table is that of the vocabulary's id i."""
+    before = tensors(old / "checkpoints" / "step-00000002")[ITEMS.replace("model.", "average.", 1)]
+    warm = opened(tmp_path, take(old), "model.embedding.placement=REPLICATED")
+    rows = [0, *rows_of("tests/data/kuairand/vocabulary").values()]
+    assert torch.equal(warm[ITEMS], before[rows]) and rows != sorted(rows)
+
+
 def test_names_on_one_side_only_are_reported_and_a_resumed_run_is_not_warm(tmp_path, old, caplog):
     caplog.set_level("INFO", "recsys")
     smaller = (
