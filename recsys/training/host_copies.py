@@ -74,6 +74,7 @@ def _buffer(tensor: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
     if not isinstance(tensor, ShardedTensor):
         return _empty(tensor)
     metadata = copy.deepcopy(tensor.metadata())
+    metadata.tensor_properties.pin_memory = any(part.is_cuda for part in local_parts(tensor))
     local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
     shards = []
     for shard in metadata.shards_metadata:

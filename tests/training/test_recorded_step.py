@@ -96,11 +96,7 @@ def test_what_is_not_recorded_says_why(changes, world_size, reason, caplog):
 def trained(folder, steps, change, **overrides):
     """Weights after some steps of the quickstart, and its recorder, which `change` gets before."""
     chosen = [f"{name}={value}" for name, value in overrides.items()]
-    chosen += [
-        f"train.num_steps={steps}",
-        "train.schedule.warmup_steps=0",
-        "train.evaluation.every_steps=500",
-    ]
+    chosen += [f"train.num_steps={steps}", "train.schedule.warmup_steps=0", "data.num_workers=0"]
     pipeline = config.prepare(QUICKSTART, chosen).pipeline
     with process_group() as processes:
         session = open_session(pipeline, folder, processes)
