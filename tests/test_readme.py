@@ -43,7 +43,7 @@ RUN = {
     "--output runs/clicks/recommendations": "--help",
     "recsys train --config x.config --validate": "",
     "recsys train --config x.config --print-config": "",
-    "recsys train --config x.config --profile 20": SHORT,
+    "recsys train --config x.config --profile 20": f"{SHORT} --run-dir runs/profiled",
     "recsys train --config x.config --dry-run": "--set data.num_workers=0",
     "recsys train --config x.config --set train.seed=2 --set model.embedding_dim=128": "--validate",
     "torchrun --nproc-per-node 2 -m recsys.train --config x.config": "--validate",
