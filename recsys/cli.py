@@ -211,7 +211,10 @@ def _prepare_and_run(
         if flags.validate and path is not None:
             _compare_with_files(ready.pipeline, config.read(path, flags.set).locations)
             if command == "train" and ready.pipeline.train.HasField("init_from"):
-                _find_earlier_run(ready.pipeline)
+                environment.import_torchrec_quietly()
+                from recsys.training.warm_start import find_state
+
+                print(f"train.init_from: {find_state(ready.pipeline.train.init_from)}")
         if flags.validate or flags.print_config:
             print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())
             return 0
@@ -237,19 +240,6 @@ def _compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str]) -> Non
         logger.warning("%s", warning)
     if compared.faults:
         raise ConfigError(compared.faults)
-
-
-def _find_earlier_run(pipeline: pb.Pipeline) -> None:
-    """Prints the checkpoint that `train.init_from` names.
-
-    Raises:
-        RecsysError: there is no such checkpoint, or it is damaged.
-    """
-    environment.import_torchrec_quietly()
-    from recsys.training.warm_start import find_state
-
-    if _is_first_process():
-        print(f"train.init_from: {find_state(pipeline.train.init_from)}")
 
 
 def _run(run: Callable[[Call], None], call: Call) -> None:
