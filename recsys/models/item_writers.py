@@ -89,7 +89,7 @@ class ParallelItems(ParallelCodes):
         return self.scores(states, self.of_items)
 
     def find(self, states: Tensor, width: int, seen: SeenItems) -> FoundItems:
-        """Raises: codes without an order have no prefixes; the check of the config says so first."""
+        """Raises ValueError: codes without an order have no prefixes. The config's check says so first."""
         raise ValueError("parallel codes have no prefixes to search")
 
     def ranks(self, states: Tensor, targets: Tensor, batch: Batch) -> Tensor:

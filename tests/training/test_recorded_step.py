@@ -57,6 +57,19 @@ def test_fillers_change_neither_losses_nor_gradients(path):
             assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm()
 
 
+def test_a_batch_above_the_limit_is_computed_as_it_is(monkeypatch):
+    """Bit by bit, because it is not padded."""
+    pipeline = config.prepare(QUICKSTART, [*NO_DROPOUT[QUICKSTART], "data.num_workers=0"]).pipeline
+    model = build_model(pipeline)
+    plain, limited = LossOfVectors(model), LossOfVectors(model)
+    limited.recorder = Recorder(model, pipeline, record=False)
+    (batch,) = first_batches(pipeline, 1)
+    monkeypatch.setattr(recorded_step, "MOST_ENTRIES", batch.layout.total_len * 32 - 1)
+    monkeypatch.setattr(recorded_step.PaddedInputs, "fill", None)
+    wanted, losses = (step(model.embed.look_up(batch), batch).sums for step in (plain, limited))
+    assert torch.equal(wanted, losses)
+
+
 def test_batches_of_an_epoch_have_few_sizes():
     pipeline = config.prepare(QUICKSTART, ["data.num_workers=0"]).pipeline
     columns = recorded_step.Columns(pipeline, layout_rule(pipeline))
