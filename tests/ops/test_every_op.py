@@ -111,8 +111,9 @@ class Example(NamedTuple):
     kernels: Sequence[str]
     """The kernels that must have one compiled form for all sizes, by module and name."""
     sizes: Sequence[int] = (1, 7, 512, 2048, 4097)
-    close: float | None = None
-    """How near a compiled graph must come to eager mode; None for PyTorch's own tolerance."""
+    floor: float | None = None
+    """Error that a compiled graph may add to the reference's, relative to the norm; None if it must give what
+    eager mode gives, to PyTorch's tolerance."""
     compiled: Callable[[int], Problem] | None = None
     """Problems for a compiled graph; None if no compiled graph holds these kernels."""
     backends: tuple[str, ...] = ("triton",)
@@ -144,7 +145,7 @@ EXAMPLES = {
             "bucket_embedding.triton_kernels.embed_kernel",
         ),
         sizes=(1024, 2048, 4097, 20_000, 100_000),
-        close=1e-4,
+        floor=1e-6,
         compiled=lambda size: bucket.problem(size, 256, [300, 65], torch.float32),
     ),
     "gated_norm": Example(
@@ -184,7 +185,7 @@ EXAMPLES = {
             "linear_logp.triton_rows.finish_kernel",
             "linear_logp.triton_rows.upstream_kernel",
         ),
-        close=2e-2,
+        floor=2**-7,
         compiled=loss,
         backends=("triton", "sm90"),
     ),
@@ -214,4 +215,4 @@ def test_nothing_waits_for_the_device(example, runner):
 def test_a_compiled_graph_serves_all_sizes(op):
     example = EXAMPLES[op]
     problems = [example.compiled(size) for size in (50, 9, 3000)]
-    harness.assert_compiles_once(problems, Runner("triton", "cuda"), example.close)
+    harness.assert_compiles_once(problems, Runner("triton", "cuda"), example.floor)

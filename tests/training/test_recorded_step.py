@@ -111,6 +111,7 @@ def trained(folder, steps, change, **overrides):
     chosen = [f"{name}={value}" for name, value in overrides.items()]
     chosen += [f"train.num_steps={steps}", "train.schedule.warmup_steps=0", "data.num_workers=0"]
     pipeline = config.prepare(QUICKSTART, chosen).pipeline
+    folder.mkdir(exist_ok=True)
     with process_group() as processes:
         session = open_session(pipeline, folder, processes)
         session.validation = None
