@@ -4,7 +4,8 @@ The reader computes everything that a forward pass needs on the host (totals, ma
 data), so no module waits for the device. Shapes name B rows, U history events, N candidates and T tokens.
 """
 
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from torchrec.streamable import Pipelineable
 
 from recsys.data.counts import Counts
 from recsys.data.schema.layout_rule import Channel, LayoutRule
+from recsys.data.transfer import to_device
 from recsys.ops import SequenceLayout
 
 __all__ = ["Batch", "Channel", "LayoutRule", "Position", "Rows"]
@@ -114,8 +116,15 @@ class Batch(Pipelineable):
         return self.layout if self.channel_layout is None else self.channel_layout
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Copies the batch to `device`; `rows` stays on the host."""
-        return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
+        """Copies the batch to `device`, all tensors in one transfer; `rows` stays on the host."""
+        tensors: list[Tensor] = []
+        self._map(lambda x: tensors.append(x) or x)
+        if torch.device(device).type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors):
+            copies = [tensor.to(device=device, non_blocking=non_blocking) for tensor in tensors]
+        else:
+            copies = to_device(tensors, torch.device(device), non_blocking)
+        remaining = iter(copies)
+        return self._map(lambda _: next(remaining))
 
     def pin_memory(self) -> "Batch":
         """Copies the batch to page-locked memory, which a GPU can copy from without blocking the host."""
@@ -123,20 +132,32 @@ class Batch(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of all tensors until `stream` has used them."""
+        pieces: dict[int, Tensor] = {}
+        self._map(lambda x: pieces.setdefault(x.untyped_storage().data_ptr(), x))
+        for tensor in pieces.values():
+            tensor.record_stream(stream)
 
-        def record(x: Any) -> Any:
-            x.record_stream(stream)
-            return x
-
-        self._map(record)
-
-    def _map(self, function) -> "Batch":
-        changed = {}
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Returns the batch with `function` of every tensor, which is called in the order of the fields."""
+        changed: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, dict):
                 changed[item.name] = {key: function(tensor) for key, tensor in value.items()}
-            elif not is_dataclass(value) or isinstance(value, SequenceLayout):
-                if value is not None:
-                    changed[item.name] = function(value)
+            elif isinstance(value, SequenceLayout):
+                changed[item.name] = value.map_tensors(function)
+            elif isinstance(value, KeyedJaggedTensor):
+                changed[item.name] = _mapped_ids(value, function)
+            elif isinstance(value, Tensor):
+                changed[item.name] = function(value)
         return replace(self, **changed)
+
+
+def _mapped_ids(ids: KeyedJaggedTensor, function: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=ids.keys(),
+        values=function(ids.values()),
+        lengths=function(ids.lengths()),
+        stride=ids.stride(),
+        length_per_key=ids.length_per_key(),
+    )

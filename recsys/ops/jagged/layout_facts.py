@@ -220,17 +220,7 @@ class LayoutFacts:
 
     def to(self: _Layout, device: torch.device | str, non_blocking: bool = False) -> _Layout:
         """Return the same layout with its tensors on `device`; it keeps the host copy of its lengths."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self: _Layout) -> _Layout:
-        """Return the same layout in page-locked host memory."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the caching allocator that `stream` reads the tensors."""
-        for layout in (self, *self.parts):
-            for tensor in (layout.lengths, layout.offsets, layout.num_targets):
-                tensor.record_stream(stream)
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def memo(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """Return `build()`, cached under `key`, so that all layers share what an op derives.
@@ -285,7 +275,8 @@ class LayoutFacts:
         """Repeat each sample's number for its tokens: [B] to [T]."""
         return per_sample.index_select(0, self.sample_ids())
 
-    def _map(self: _Layout, move: Callable[[Tensor], Tensor]) -> _Layout:
+    def map_tensors(self: _Layout, move: Callable[[Tensor], Tensor]) -> _Layout:
+        """Return the same layout with `move` of each of its tensors; it keeps the host copy."""
         moved = self.trusted(
             move(self.lengths),
             move(self.offsets),
@@ -296,7 +287,7 @@ class LayoutFacts:
             self.total_targets,
         )
         moved._host = self._host
-        moved.parts = tuple(part._map(move) for part in self.parts)
+        moved.parts = tuple(part.map_tensors(move) for part in self.parts)
         return moved
 
 
