@@ -50,9 +50,11 @@ class DenseOptimizer:
         lr: learning rate at the schedule's peak.
         weight_decay: weight decay of matrices, unless a group in the config sets another.
         state_copies: number of tensors in the optimizer's state that are as large as a parameter, at most.
+        recordable: whether a CUDA graph can hold its steps, with learning rates in tensors.
     """
 
     state_copies: int = 2
+    recordable: bool = False
 
     def __init__(self, config: Any):
         self.config = config
@@ -72,6 +74,8 @@ class DenseOptimizer:
 @register(pb.AdamW)
 class AdamW(DenseOptimizer):
     """Trains all parameters by torch.optim.AdamW."""
+
+    recordable = True
 
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
         """Builds one torch.optim.AdamW."""

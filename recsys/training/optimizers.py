@@ -7,8 +7,10 @@ for every batch.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor, nn
@@ -73,6 +75,19 @@ class ScheduledOptimizer:
         self.steps = 0
         self.accumulated = 0
         self.last_grad_norm: Tensor | None = None
+        self._recordable = chosen_dense(train.dense_optimizer).recordable and scaler is None
+        self._run: Callable[[Callable[[], Tensor]], Tensor] = _call
+
+    def record(self, run: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+        """Lets `run` call the update of the dense weights, as `Recorder.update` does, if it can be recorded.
+
+        A learning rate is a tensor from then on, which a recorded step reads.
+        """
+        if not self._recordable:
+            return
+        for group in self.dense.param_groups:
+            group["lr"] = torch.zeros((), device=group["params"][0].device)
+        self._run = run
 
     def learning_rates(self) -> dict[str, float]:
         """Returns the current step's learning rates: `dense`, and `sparse` if there are sharded tables."""
@@ -99,6 +114,27 @@ class ScheduledOptimizer:
         self.accumulated += 1
         if self.accumulated < self.accumulate_batches:
             return
+        self.accumulated = 0
+        self.steps += 1
+        if self.scaler is None:
+            self.last_grad_norm = self._run(self._update)
+            return
+        norm = self._clip()
+        if self.scaler.step(self.dense, self.steps):
+            self.last_grad_norm = norm
+
+    def _update(self) -> Tensor:
+        """Clips the gradients, updates the dense weights, and returns the norm before clipping."""
+        norm = self._clip()
+        if self._run is not _call:
+            # PyTorch refuses to record a step without this setting, and warns of it in other steps.
+            recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            for group in self.dense.param_groups:
+                group["capturable"] = recording
+        self.dense.step()
+        return norm
+
+    def _clip(self) -> Tensor:
         parameters = [p for p in self.dense.params.values() if p.grad is not None]
         gradients = [p.grad for p in parameters]
         if self.accumulate_batches > 1:
@@ -109,13 +145,7 @@ class ScheduledOptimizer:
         norm = get_total_norm(gradients)
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        self.accumulated = 0
-        self.steps += 1
-        if self.scaler is None:
-            self.dense.step()
-        elif not self.scaler.step(self.dense, self.steps):
-            return
-        self.last_grad_norm = norm
+        return norm
 
     def tensors(self) -> dict[str, Tensor | ShardedTensor]:
         """Returns the whole state by name. To restore it, load into these tensors and call `resume`."""
@@ -265,4 +295,12 @@ def chosen_sparse(config: pb.SparseOptimizer) -> SparseOptimizer | None:
 
 def _set_rate(optimizer: KeyedOptimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
+        scaled = rate * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(scaled)
+        else:
+            group["lr"] = scaled
+
+
+def _call(function: Callable[[], Tensor]) -> Tensor:
+    return function()

@@ -134,7 +134,7 @@ class PaddedInputs:
         self._lengths[:, : lengths.shape[1]].copy_(lengths)
         # Detached, so that no gradient of this step is recorded for the buffers, which graphs differentiate.
         padded = [self.vectors[name].detach() for name in vectors]
-        return list(_Fill.apply(padded, *vectors.values()))
+        return list(_Fill.apply(padded, *vectors.values())) if padded else []
 
     def batch(self) -> Batch:
         """Returns the buffers as a batch, fillers included. Nothing waits for the device."""

@@ -1,9 +1,10 @@
 """Computes losses from looked-up vectors; in small models by replaying recorded CUDA graphs.
 
 In a small model the GPU waits for Python, which launches hundreds of kernels one by one. A CUDA graph
-launches them all at once. The lookup of embeddings is not part of it, so tables may be sharded; everything
-behind the lookup, forward and backward, is recorded once for each of the few sizes that `padded_inputs` gives
-to batches. Optimizers, gradient clipping, and averages see ordinary gradients.
+launches them all at once. The lookup of sharded tables is not part of it; everything behind the lookup,
+forward and backward, is recorded once for each of the few sizes that `padded_inputs` gives to batches. If no
+table is sharded, the lookup is recorded, too. The clipping of gradients and the optimizer's step follow as a
+further graph, if the optimizer can be recorded.
 
 The random numbers of dropout come from the device's generator, which continues through replays just as
 through ordinary steps. Batches run with padded inputs from the first step on, recorded or not, so a resumed
@@ -12,6 +13,7 @@ run computes what the run without a break computes.
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from recsys.config import features
 from recsys.data.batch import Batch, LayoutRule
 from recsys.models.base import Losses, Model, layout_rule
 from recsys.modules.embedding import LookedUp, vectors_of
+from recsys.training.cuda_graphs import StepGraph
 from recsys.training.padded_inputs import Columns, PaddedInputs, Sizes
 
 MOST_ENTRIES = 2**24
@@ -51,8 +54,13 @@ class LossOfVectors(nn.Module):
         self.recorder: Recorder | None = None
         self.transform: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
+    @property
+    def looks_up(self) -> bool:
+        """True if the lookup of embeddings is part of this step: `forward` takes nothing looked up."""
+        return self.training and self.recorder is not None and self.recorder.looks_up
+
     def forward(self, looked_up: LookedUp, batch: Batch) -> Losses:
-        """Returns the losses of a batch, given its result of `EmbeddingGroup.look_up`."""
+        """Returns the losses of a batch, given its result of `EmbeddingGroup.look_up`; [] if `looks_up`."""
         vectors = vectors_of(looked_up)
         if self.transform is not None:
             vectors = self.transform(vectors)
@@ -63,7 +71,7 @@ class LossOfVectors(nn.Module):
 
 def _losses_of(model: Model) -> Callable[[dict[str, Tensor], Batch], Losses]:
     def compute(vectors: dict[str, Tensor], batch: Batch) -> Losses:
-        with model.embed.given(vectors):
+        with model.embed.given(vectors) if vectors else nullcontext():
             return model.objective(model(batch), batch)
 
     return compute
@@ -82,6 +90,7 @@ class Recorder:
 
     Attributes:
         record: whether further sizes will be recorded.
+        looks_up: whether the lookup of embeddings is recorded, too: no table is sharded.
     """
 
     def __init__(self, model: Model, pipeline: pb.Pipeline, *, record: bool = True) -> None:
@@ -89,8 +98,11 @@ class Recorder:
         self._columns = Columns(pipeline, layout_rule(pipeline))
         self._width = pipeline.model.embedding_dim
         self._inputs: dict[Sizes, PaddedInputs] = {}
-        self._graphs: dict[Sizes, Callable[..., tuple[Tensor, Tensor]]] = {}
+        self._graphs: dict[Sizes, StepGraph] = {}
+        self._replayed: StepGraph | None = None
+        self._records_updates = True
         self.record = record
+        self.looks_up = not any(table.sharded for table in features.tables(pipeline))
         self._pool: tuple[int, int] | None = None
         self._names: tuple[str, ...] = ()
         self._weights: tuple[float, ...] = ()
@@ -102,6 +114,7 @@ class Recorder:
 
     def losses(self, vectors: dict[str, Tensor], batch: Batch) -> Losses:
         """Returns the losses of a batch, whose gradients reach `vectors` and the model's parameters."""
+        self._replayed = None
         if batch.sequences.total_len * self._width > MOST_ENTRIES:
             return self._compute(vectors, batch)
         sizes = self._columns.sizes(batch)
@@ -114,39 +127,63 @@ class Recorder:
         padded = inputs.fill(batch, vectors)
         if self.record and not is_new and sizes not in self._graphs:
             self._add_graph(sizes, inputs)
-        if sizes in self._graphs:
-            return Losses(self._names, *self._graphs[sizes](*padded), self._weights)
+        self._replayed = self._graphs.get(sizes)
+        if self._replayed is not None:
+            return Losses(self._names, *self._replayed(*padded), self._weights)
         losses = self._compute(dict(zip(inputs.vectors, padded, strict=True)), inputs.batch())
         self._names, self._weights = losses.names, losses.weights
         return losses
 
+    def update(self, function: Callable[[], Tensor]) -> Tensor:
+        """Calls a function that updates the weights, or replays it if the step's losses were a replay.
+
+        Returns:
+            The result of the function.
+        """
+        if self._replayed is None or not self._records_updates:
+            return function()
+        try:
+            return self._replayed.update(function)
+        except RuntimeError as error:
+            self._records_updates = False
+            self._give_up(error)
+        return function()
+
     def _add_graph(self, sizes: Sizes, inputs: PaddedInputs) -> None:
         """Records forward and backward pass for inputs of these sizes."""
+
+        def compute() -> Losses:
+            return self._compute(inputs.vectors, inputs.batch())
+
+        vectors, parameters = list(inputs.vectors.values()), self._parameters()
         before = torch.cuda.get_rng_state()
-        region = _Region(self._model, self._compute, inputs)
         try:
-            self._require_no_waiting(region, inputs)
+            self._require_no_waiting(compute, [*vectors, *parameters])
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._graphs[sizes] = torch.cuda.make_graphed_callables(
-                region, tuple(inputs.vectors.values()), allow_unused_input=True, pool=self._pool
-            )
+            self._graphs[sizes] = StepGraph(compute, vectors, parameters, self._pool)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            log.warning("steps are not recorded as CUDA graphs, which would be faster: %s", reason)
-            self.record = False
-            _leave_capture()
+            self._give_up(error)
         finally:
             torch.cuda.set_rng_state(before)
 
+    def _parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters behind the lookup, and the tables if the lookup is recorded."""
+        tables = set() if self.looks_up else set(self._model.embed.parameters())
+        return [p for p in self._model.parameters() if p not in tables and p.requires_grad]
+
+    def _give_up(self, error: RuntimeError) -> None:
+        reason = str(error).strip().splitlines()[0]
+        log.warning("steps are not recorded as CUDA graphs, which would be faster: %s", reason)
+        self.record = False
+        _leave_capture()
+
     @staticmethod
-    def _require_no_waiting(region: "_Region", inputs: PaddedInputs) -> None:
+    def _require_no_waiting(compute: Callable[[], Losses], inputs: list[Tensor]) -> None:
         """Runs the step once; raises RuntimeError where it waits for the device, which no graph can."""
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            vectors = tuple(inputs.vectors.values())
-            sums, _ = region(*vectors)
-            torch.autograd.grad(sums.sum(), [*vectors, *region.parameters()], allow_unused=True)
+            torch.autograd.grad(compute().sums.sum(), inputs, allow_unused=True)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
@@ -158,27 +195,6 @@ def _leave_capture() -> None:
     torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(
         fresh.graphsafe_get_state()
     )
-
-
-class _Region(nn.Module):
-    """What one graph holds: vectors in, sums and counts of losses out. Its parameters are the model's, except
-    those of tables.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        compute: Callable[[dict[str, Tensor], Batch], Losses],
-        inputs: PaddedInputs,
-    ) -> None:
-        super().__init__()
-        tables = set(model.embed.parameters())
-        self.dense = nn.ParameterList([p for p in model.parameters() if p not in tables and p.requires_grad])
-        self._compute, self._inputs = compute, inputs
-
-    def forward(self, *vectors: Tensor) -> tuple[Tensor, Tensor]:
-        losses = self._compute(dict(zip(self._inputs.vectors, vectors, strict=True)), self._inputs.batch())
-        return losses.sums, losses.counts
 
 
 def recorder_for(

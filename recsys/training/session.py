@@ -310,8 +310,11 @@ def _build(
     step = TrainStep(model)
     plan = plan_tables(step, pipeline, processes, folder)
     wrapped = shard(step, pipeline, processes, plan, draw=not resumes)
-    step.loss_of_vectors.recorder = recorder_for(model, pipeline, processes.device, processes.world_size)
+    recorder = recorder_for(model, pipeline, processes.device, processes.world_size)
+    step.loss_of_vectors.recorder = recorder
     optimizer = ScheduledOptimizer(wrapped, train, total_steps, _scaler(step, pipeline, processes))
+    if recorder is not None:
+        optimizer.record(recorder.update)
     seed_everything(_seed(pipeline, processes.rank, 0))
     return Session(
         pipeline=pipeline,

@@ -114,7 +114,7 @@ class TrainStep(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, PendingResult]:
         """Runs the model on a batch of any size."""
-        looked_up = self.model.embed.look_up(batch)
+        looked_up = [] if self.loss_of_vectors.looks_up else self.model.embed.look_up(batch)
         losses = self.loss_of_vectors(looked_up, batch)
         return self.sum_over_ranks(losses, batch)
 

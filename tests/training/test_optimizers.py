@@ -68,7 +68,9 @@ def test_only_matrices_of_linear_layers_are_decayed():
     torch.testing.assert_close(model.linear.weight, before["linear.weight"] * 0.95)
 
 
-def test_adamw_with_decay_over_a_schedule():
+@pytest.mark.parametrize("recorded", [False, True])
+def test_adamw_with_decay_over_a_schedule(recorded):
+    """The update that a graph would hold reads the learning rate from a tensor."""
     model = nn.Linear(2, 2, bias=False)
     start = model.weight.detach().clone()
     config = train(
@@ -76,10 +78,13 @@ def test_adamw_with_decay_over_a_schedule():
         schedule=pb.Schedule(warmup_steps=2, linear=pb.LinearDecay(final_factor=0.5)),
     )
     optimizer = ScheduledOptimizer(model, config, total_steps=4)
+    if recorded:
+        optimizer.record(lambda update: update())
     gradients, rates = [torch.randn(2, 2) for _ in range(4)], []
     for gradient in gradients:
         step(optimizer, model.weight, gradient)
-        rates.append(optimizer.dense.param_groups[0]["lr"])
+        rates.append(float(optimizer.dense.param_groups[0]["lr"]))
+    assert isinstance(optimizer.dense.param_groups[0]["lr"], torch.Tensor) == recorded
     assert rates == pytest.approx([0.05, 0.1, 0.1 * 5 / 6, 0.1 * 4 / 6])
     torch.testing.assert_close(model.weight, adamw(start, gradients, rates, decay=0.2))
     assert optimizer.steps == 4

@@ -45,7 +45,7 @@ def test_fillers_change_neither_losses_nor_gradients(path):
         results = []
         for step in (plain, padded):
             model.zero_grad()
-            losses = step(model.embed.look_up(batch), batch)
+            losses = step([] if step.looks_up else model.embed.look_up(batch), batch)
             (losses.sums / losses.counts).sum().backward()
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             results.append((losses, gradients))
@@ -134,6 +134,8 @@ def test_replays_compute_what_the_steps_they_record_compute(tmp_path, placement)
     chosen = {"model.embedding.placement": placement}
     recorded, recorder = trained(tmp_path / "a", 40, lambda *_: None, **chosen)
     assert recorder.num_graphs > 0
+    assert recorder.looks_up == (placement == "REPLICATED")
+    assert recorder.record
     wanted, other = trained(tmp_path / "b", 40, do_not_record, **chosen)
     assert other.num_graphs == 0
     for name, weight in recorded.items():
