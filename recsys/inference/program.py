@@ -61,7 +61,7 @@ class Program:
                 self._compiled = torch._inductor.aoti_load_package(str(path))
         finally:
             loader.removeFilter(_is_not_target_warning)
-        self._specs, self._device = list(specs), device
+        self._specs, self._device, self._process = list(specs), device, os.getpid()
         # The program holds pointers to the weights, so they must live as long as the program.
         self._weights = None if weights is None else self._load_weights(weights, path)
 
@@ -69,8 +69,14 @@ class Program:
         """Runs the program and returns the outputs, on the program's device.
 
         Raises:
-            PackageError: names the input that does not fit.
+            PackageError: names the input that does not fit; or this process is a fork of the one that loaded
+                the program, whose threads it does not have, and would wait for them without end.
         """
+        if os.getpid() != self._process:
+            raise PackageError(
+                "a package cannot be used in a fork of the process that loaded it: load it in each "
+                "process, or start processes by the methods spawn or forkserver"
+            )
         moved = check_inputs(tuple(_to(self._device, tensor) for tensor in inputs), self._specs)
         enter_device(self._device)
         with torch.no_grad():
