@@ -29,7 +29,7 @@ from recsys.training.padded_inputs import Columns, PaddedInputs, Sizes
 MOST_ENTRIES = 2**24
 """Steps are recorded up to this many entries of a full batch: tokens x width, and vectors of the catalogue.
 Larger ones keep the GPU busy for longer than Python takes, and inputs are kept for each size. Near the limit,
-HSTU-large on MovieLens-1M takes 11 ms a step (experiments/2026-11-27-recorded-steps)."""
+HSTU-large on MovieLens-1M takes 7 ms a step (experiments/2026-11-28-recorded-steps)."""
 
 MOST_GRAPHS = 64
 """Sizes beyond this number are not recorded. Graphs share their memory, except for their inputs."""
