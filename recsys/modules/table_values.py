@@ -7,6 +7,7 @@ together with the other weights.
 """
 
 import hashlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class BlockNormal:
             self.fill(weight)
 
     def fill(self, part: Tensor, first_row: int = 0, first_column: int = 0) -> None:
-        """Fills a part of the table; several threads draw blocks at the same time.
+        """Fills a part of the table; as many threads draw blocks as the process has cores.
 
         Args:
             part: [rows, columns] of any floating-point type, on any device.
@@ -62,7 +63,7 @@ class BlockNormal:
             with torch.no_grad():
                 part[start - first_row : end - first_row].copy_(drawn)
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        with ThreadPoolExecutor(_cores()) as threads:
             list(threads.map(fill_block, blocks))
 
     def _block(self, number: int) -> np.ndarray:
@@ -72,3 +73,9 @@ class BlockNormal:
         stream = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, number]))
         drawn = stream.standard_normal((BLOCK_ROWS, self.width), dtype=np.float32)
         return drawn * np.float32(self.std)
+
+
+def _cores() -> int:
+    """Returns this process's share of the host's cores. torchrun, which sets LOCAL_WORLD_SIZE, gives each
+    process a single OpenMP thread, with which a table of 10 GiB would take half a minute."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
