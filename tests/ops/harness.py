@@ -329,11 +329,13 @@ def assert_same_bits_of_one_artefact(problems: Sequence[Problem], runner: Runner
     assert artefacts(*kernels) == before
 
 
-def assert_compiles_once(problems: Sequence[Problem], runner: Runner, floor: float | None = None) -> None:
+def assert_compiles_once(
+    problems: Sequence[Problem], runner: Runner, floor: float | None = None, backend: Any = "inductor"
+) -> None:
     """One graph of `torch.compile` with dynamic sizes gives what eager mode gives for every problem, to
     PyTorch's tolerance. With `floor`, for an op whose compiled graph takes other kernels than eager mode, it
     is as near the numbers of float64 as `assert_as_near` asks of those kernels."""
-    compiled = torch.compile(problems[0].function, dynamic=True, fullgraph=True)
+    compiled = torch.compile(problems[0].function, dynamic=True, fullgraph=True, backend=backend)
     for problem in problems:
         ours = results(dataclasses.replace(problem, function=compiled), runner)
         if floor is None:

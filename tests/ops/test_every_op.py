@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from recsys import ops
 from recsys.ops import explain, last_backend
@@ -101,7 +102,7 @@ def test_kernels_say_what_is_too_large_for_them(op, changes, reason):
 test_in_the_interpreter = harness.interpreter_test(__file__)
 
 
-# --- on a GPU ---------------------------------------------------------------------------------------------
+# --- problems of several sizes ----------------------------------------------------------------------------
 
 
 class Example(NamedTuple):
@@ -196,6 +197,15 @@ RUNS = [
     for runner in runners(*example.backends, interpreter=False)
 ]
 on_gpus = pytest.mark.parametrize(("example", "runner"), RUNS)
+
+
+@pytest.mark.parametrize("op", ["bucket_embedding", "linear_logp"])
+def test_a_compiled_graph_of_the_reference_is_traced_once(op):
+    """Or twice: a number becomes a constant after the first call. Other ops have tests of their own."""
+    example, counter = EXAMPLES[op], CompileCounterWithBackend("aot_eager")
+    problems = [example.compiled(size) for size in (50, 9, 33, 20)]
+    harness.assert_compiles_once(problems, harness.REFERENCE, backend=counter)
+    assert 1 <= counter.frame_count <= 2
 
 
 @on_gpus

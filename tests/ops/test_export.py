@@ -1,9 +1,5 @@
 """The ops inside traced graphs: one graph for all batch sizes and lengths, equal to eager."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,12 +11,14 @@ from recsys.ops import (
     AttentionMask,
     RelativeBias,
     SequenceLayout,
+    bucket_embedding,
     gather_rows,
     hstu_attention,
     offsets_from_lengths,
     segment_sum,
     softmax_attention,
 )
+from tests.tools.packaged import assert_packaged
 
 CONTEXTUAL, HEADS, DIM, V_DIM = 2, 2, 4, 3
 
@@ -96,8 +94,7 @@ OTHERS = [
 ]
 
 
-def export(model: nn.Module) -> torch.export.ExportedProgram:
-    example = inputs(EXAMPLE)
+def export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):
         return torch.export.export(model, example, dynamic_shapes=tuple({0: Dim.AUTO} for _ in example))
 
@@ -113,48 +110,57 @@ def assert_equal_to_eager(compiled, model: nn.Module) -> None:
 @pytest.mark.parametrize("tail_len", [None, 4])
 def test_an_exported_graph_serves_all_sizes(tail_len):
     model = Scorer(tail_len).eval()
-    program = export(model)
+    program = export(model, inputs(EXAMPLE))
     assert all(constraint.lower <= 2 for constraint in program.range_constraints.values())
     assert_equal_to_eager(program.module(), model)
 
 
-LOAD_AND_RUN = """
-import sys, torch
-from concurrent.futures import ThreadPoolExecutor
-torch.set_num_threads(1)
-program, batches = torch._inductor.aoti_load_package(sys.argv[1]), torch.load(sys.argv[2])
-with ThreadPoolExecutor(4) as pool:
-    found = list(pool.map(lambda batch: program(*batch), batches * 20))
-torch.save(found, sys.argv[3])
-"""
+class Front(nn.Module):
+    """Puts rows together, adds positions and pools, with the kernels of a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 64))
+
+    def forward(self, first, second, index, buckets, lengths):
+        rows = gather_rows([first, second], index, backend="triton")
+        rows = bucket_embedding(rows, [self.table], [buckets], scale=8.0, backend="triton")
+        return rows, segment_sum(rows, lengths)
 
 
-def load_and_run(program: torch.export.ExportedProgram, batches: list, folder: Path) -> list:
-    """The outputs of the packaged program for the batches, 20 times over, by 4 threads of a fresh process
-    that imports torch only; a deadlock would keep it past its time. About 30 s, nearly all of it in the C++
-    compiler."""
-    package = torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(folder / "model.pt2"),
-        inductor_configs={"aot_inductor.check_lowerbound": False},
-    )
-    torch.save(batches, folder / "batches")
-    arguments = [package, str(folder / "batches"), str(folder / "outputs")]
-    subprocess.run([sys.executable, "-c", LOAD_AND_RUN, *arguments], check=True, cwd=folder, timeout=120)
-    return torch.load(folder / "outputs")
+def rows_to_move(sizes: list[int], lengths: list[int]) -> tuple[Tensor, ...]:
+    """Two sources with these numbers of rows, a map, buckets, and lengths of segments of as many tokens."""
+    total = sum(lengths)
+    index = torch.randint(-1, max(1, sum(sizes)), (total,)) if sum(sizes) else torch.full((total,), -1)
+    sources = [torch.randn(size, 64) for size in sizes]
+    tensors = (*sources, index, torch.randint(9, (total,)), torch.tensor(lengths, dtype=torch.int64))
+    return tuple(tensor.to("cuda") for tensor in tensors)
+
+
+MOVED = [
+    ([5, 7], [4, 9, 2]),
+    ([1, 0], [1]),
+    ([0, 3], [0, 0]),
+    ([3000, 40], [2000, 0, 1, 900]),
+    ([0, 0], [2]),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tail_len", [None, 4])
-def test_a_package_serves_all_sizes_in_four_threads_without_this_code(tail_len, monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "/usr/bin/g++")
+def test_a_package_serves_all_sizes_in_four_threads_without_this_code(tail_len, tmp_path):
     model = Scorer(tail_len).eval()
     batches = [inputs(shapes, spare) for spare, shapes in enumerate(OTHERS)]
     with torch.no_grad():
-        found = load_and_run(export(model), batches, tmp_path)
-        for batch, outputs in zip(batches * 20, found, strict=True):
-            for got, want in zip(outputs, model(*batch), strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert_packaged(export(model, batches[0]), model, batches, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_package_of_kernels_serves_all_sizes_in_four_threads_without_this_code(tmp_path):
+    model, batches = Front().to("cuda").eval(), [rows_to_move(*sizes) for sizes in MOVED]
+    with torch.no_grad():
+        assert_packaged(export(model, batches[0]), model, batches, tmp_path, atol=1e-4)
 
 
 def test_a_compiled_training_step_has_the_gradients_of_eager():

@@ -82,14 +82,9 @@ def test_shapes_without_running():
     sizes = (layout.lengths, layout.offsets, layout.num_targets)
     rest = (*sizes, *[None] * 4, 2, mask.window, mask.prefix, False, 1, True)
     q, k, v, cotangent = tensors
-    for name, first in (
-        ("hstu_attention_sm90", ()),
-        ("hstu_attention_sm90_backward", (cotangent,)),
-    ):
+    for name, first in (("hstu_attention_sm90", ()), ("hstu_attention_sm90_backward", (cotangent,))):
         op = getattr(torch.ops.recsys, name).default
-        torch.library.opcheck(
-            op, (*first, q, k, v, *rest, 0.125, 50.0, True), test_utils=("test_schema", "test_faketensor")
-        )
+        harness.opcheck(op, (*first, q, k, v, *rest, 0.125, 50.0, True))
 
 
 def test_a_compiler_finds_one_node_and_no_questions_to_the_machine(monkeypatch):

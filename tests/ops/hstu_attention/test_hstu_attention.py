@@ -275,14 +275,9 @@ def test_the_library_ops(shapes, monkeypatch):
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
         lengths = (layout.lengths, layout.offsets, layout.num_targets)
         rest = (*lengths, *more, 0, 3, 2, False, 2, True, 0.5, 8.0, True)
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(ops.hstu_attention_triton, (*leaves, *rest), test_utils=checks)
+        harness.opcheck(ops.hstu_attention_triton, (*leaves, *rest), differentiable=True)
         arguments = (torch.randn(v.shape), *(leaf.detach() for leaf in leaves), *rest)
-        torch.library.opcheck(
-            ops.hstu_attention_triton_backward,
-            arguments,
-            test_utils=("test_schema", "test_faketensor"),
-        )
+        harness.opcheck(ops.hstu_attention_triton_backward, arguments)
 
 
 @interpreted

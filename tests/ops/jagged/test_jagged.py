@@ -157,14 +157,9 @@ def test_the_library_ops(num_maps, known, monkeypatch):
     sizes, index = [len(one) for one in maps], torch.cat(maps)
     inverse = triton_ops.invert_each(index, sizes, 10) if known else None
     arguments = (values, index, inverse, sizes)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(triton_ops.gather_rows_triton, arguments, test_utils=checks)
+    harness.opcheck(triton_ops.gather_rows_triton, arguments, differentiable=True)
     places, cotangent = triton_ops.invert_each(index, sizes, 10), torch.randn(len(index), 6)
-    torch.library.opcheck(
-        triton_ops.gather_rows_triton_backward,
-        (cotangent, places, 10),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    harness.opcheck(triton_ops.gather_rows_triton_backward, (cotangent, places, 10))
     outs = (triton_ops.gather_rows_triton(*arguments), gather_rows(values, maps, backend="triton"))
     got, want = (torch.autograd.grad(out, values, cotangent) for out in outs)
     harness.assert_equal(got, want)

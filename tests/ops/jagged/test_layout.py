@@ -1,4 +1,4 @@
-"""`SequenceLayout` against lists built token by token."""
+"""`SequenceLayout`, by its operations and by its kernels, against lists built token by token."""
 
 import pickle
 from typing import NamedTuple
@@ -10,10 +10,29 @@ from hypothesis import strategies as st
 
 from recsys.ops import SequenceLayout, offsets_from_lengths
 from recsys.ops.jagged.layout import CONTEXTUAL, TARGET, UIH
+from recsys.ops.runtime import triton_support
+from tests.ops.harness import interpreter_test, runners, shrink
+from tests.tools.interpreter import INTERPRETED
 
-batches = st.tuples(
-    st.integers(0, 3), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=0, max_size=6)
+# Several programs of a kernel have the tokens of long samples, on a GPU too.
+histories, targets = (st.one_of(st.integers(0, most), st.just(most * 16)) for most in (6, 4))
+batches = st.tuples(st.integers(0, 3), st.lists(st.tuples(histories, targets), max_size=6))
+
+everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
+drawn = hypothesis.settings(
+    max_examples=7 if INTERPRETED else 100,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Layouts take the kernels in the interpreter, with several programs."""
+    if INTERPRETED:
+        from recsys.ops.jagged import layout_kernels
+
+        shrink(monkeypatch, layout_kernels, LANES=16)
+        monkeypatch.setattr(triton_support, "has_kernels", lambda device: True)
 
 
 class Token(NamedTuple):
@@ -36,6 +55,12 @@ def layout_of(contextual: int, shapes: list[tuple[int, int]], dtype=torch.int64)
     return SequenceLayout(
         torch.tensor(lengths, dtype=dtype), torch.tensor(num_targets, dtype=dtype), contextual
     )
+
+
+def placed(batch, runner, trusted=False) -> SequenceLayout:
+    """The layout on the runner's device; `trusted` ones have no copy of their lengths on the host."""
+    layout = layout_of(*batch).to(runner.device)
+    return without_host_copy(layout) if trusted else layout
 
 
 def without_host_copy(layout: SequenceLayout) -> SequenceLayout:
@@ -70,9 +95,11 @@ def assert_layout(
     assert layout.kinds().tolist() == [token.kind for token in tokens] and layout.kinds().dtype == torch.int8
 
 
-@hypothesis.given(batches, st.sampled_from([torch.int32, torch.int64]))
-def test_every_fact_follows_from_the_lengths(batch, dtype):
-    layout = layout_of(*batch, dtype=dtype)
+@everywhere
+@drawn
+@hypothesis.given(batch=batches, dtype=st.sampled_from([torch.int32, torch.int64]))
+def test_every_fact_follows_from_the_lengths(batch, dtype, runner):
+    layout = layout_of(*batch, dtype=dtype).to(runner.device)
     assert_layout(layout, *batch)
     again = SequenceLayout.from_offsets(
         layout.offsets.to(dtype), layout.num_targets, batch[0], total_len=layout.total_len
@@ -90,11 +117,13 @@ def test_the_padded_index_points_at_each_token_once(batch):
     assert padded.valid.tolist() == [[row >= 0 for row in sample] for sample in expected]
 
 
+@everywhere
 @pytest.mark.parametrize("trusted", [False, True])
-@hypothesis.given(batch=batches, tail_len=st.integers(0, 7))
-def test_truncation_keeps_the_newest_events(trusted, batch, tail_len):
+@drawn
+@hypothesis.given(batch=batches, tail_len=st.sampled_from([*range(8), 70]))
+def test_truncation_keeps_the_newest_events(trusted, batch, tail_len, runner):
     contextual, shapes = batch
-    layout = without_host_copy(layout_of(*batch)) if trusted else layout_of(*batch)
+    layout = placed(batch, runner, trusted)
     kept, index = layout.truncate(tail_len)
     left = [(min(uih, tail_len), targets) for uih, targets in shapes]
     assert_layout(kept, contextual, left, not trusted)
@@ -113,11 +142,13 @@ def test_truncation_keeps_the_newest_events(trusted, batch, tail_len):
     assert layout.truncate(tail_len).layout is kept  # computed once for all who ask
 
 
+@everywhere
 @pytest.mark.parametrize("trusted", [False, True])
+@drawn
 @hypothesis.given(batch=batches)
-def test_each_kind_can_be_cut_out_and_put_together_again(trusted, batch):
+def test_each_kind_can_be_cut_out_and_put_together_again(trusted, batch, runner):
     contextual, shapes = batch
-    layout = without_host_copy(layout_of(*batch)) if trusted else layout_of(*batch)
+    layout = placed(batch, runner, trusted)
     rows = {kind: [] for kind in (CONTEXTUAL, UIH, TARGET)}
     for row, token in enumerate(tokens_of(*batch)):
         rows[token.kind].append(row)
@@ -130,15 +161,17 @@ def test_each_kind_can_be_cut_out_and_put_together_again(trusted, batch):
         assert_layout(part, part_contextual, part_shapes, exact_max=not trusted)
         assert index.tolist() == rows[kind]
     blocks = torch.tensor(rows[CONTEXTUAL] + rows[UIH] + rows[TARGET], dtype=torch.int64)
-    assert blocks[layout.assemble_index()].tolist() == list(range(layout.total_len))
+    assert blocks[layout.assemble_index().cpu()].tolist() == list(range(layout.total_len))
     assert layout.disassemble_index().tolist() == blocks.tolist()
 
 
+@everywhere
 @pytest.mark.parametrize("trusted", [False, True])
-@hypothesis.given(batch=batches, start=st.integers(0, 4), size=st.integers(0, 3))
-def test_targets_can_be_cut_off_and_in_slices(trusted, batch, start, size):
+@drawn
+@hypothesis.given(batch=batches, start=st.sampled_from([*range(5), 40]), size=st.integers(0, 3))
+def test_targets_can_be_cut_off_and_in_slices(trusted, batch, start, size, runner):
     contextual, shapes = batch
-    layout = without_host_copy(layout_of(*batch)) if trusted else layout_of(*batch)
+    layout = placed(batch, runner, trusted)
     tokens = list(enumerate(tokens_of(*batch)))
     prefix, index = layout.without_targets()
     assert_layout(prefix, contextual, [(uih, 0) for uih, _ in shapes], not trusted)
@@ -153,12 +186,14 @@ def test_targets_can_be_cut_off_and_in_slices(trusted, batch, start, size):
     assert index.tolist() == expected
 
 
+@everywhere
 @pytest.mark.parametrize("trusted", [False, True])
+@drawn
 @hypothesis.given(batch=batches, numbers=st.lists(st.integers(0, 99), max_size=7))
-def test_samples_are_selected_in_any_order(trusted, batch, numbers):
+def test_samples_are_selected_in_any_order(trusted, batch, numbers, runner):
     contextual, shapes = batch
     samples = [number % len(shapes) for number in numbers] if shapes else []
-    layout = without_host_copy(layout_of(*batch)) if trusted else layout_of(*batch)
+    layout = placed(batch, runner, trusted)
     selected, index = layout.select(samples)
     assert_layout(selected, contextual, [shapes[sample] for sample in samples], not trusted)
     tokens = list(enumerate(tokens_of(*batch)))
@@ -295,3 +330,6 @@ def test_it_prints_its_facts():
     assert shown == (
         "SequenceLayout(batch_size=2, total_len=7, max_len=6, num_contextual=1, total_targets=2, device=cpu)"
     )
+
+
+test_the_kernels_in_the_interpreter = interpreter_test(__file__)

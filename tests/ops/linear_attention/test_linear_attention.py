@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from recsys.ops import SequenceLayout, linear_attention, offsets_from_lengths
 from recsys.ops.linear_attention import Inputs, reference
 from tests.ops import harness
+from tests.ops.cases import layout_of, samples
 from tests.ops.harness import (
     REFERENCE,
     Problem,
@@ -46,12 +47,6 @@ def small_chunks(monkeypatch):
         shrink(monkeypatch, triton_launch, CHUNK=16, COLUMNS=16, SHORTEST_SEGMENT=1)
 
 
-def layout_of(shapes, contextual=1) -> SequenceLayout:
-    """A layout of (history, targets) samples."""
-    counts = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
-    return SequenceLayout(counts.sum(1) + contextual, counts[:, 1].contiguous(), contextual)
-
-
 def attend(q, k, v, log_decay, initial_state, layout, backend="auto", **rest):
     return tuple(
         linear_attention(q, k, v, log_decay, layout, initial_state=initial_state, backend=backend, **rest)
@@ -60,7 +55,7 @@ def attend(q, k, v, log_decay, initial_state, layout, backend="auto", **rest):
 
 def problem(shapes, dims=(DIM, V_DIM), contextual=1, *, per_head=False, delta=False, strength=1.0) -> Problem:
     """Decays of up to `strength`; keys of length 1 for the delta rule."""
-    layout, (dim, v_dim) = layout_of(shapes, contextual), dims
+    layout, (dim, v_dim) = layout_of(samples(contextual, shapes)), dims
     rows, generator = layout.total_len, torch.Generator().manual_seed(len(shapes))
     shape = (rows, HEADS) if per_head else (rows, HEADS, dim)
     decay = -strength * torch.rand(shape, generator=generator, dtype=torch.float64)

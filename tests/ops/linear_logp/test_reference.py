@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from recsys.ops import linear_logp, linear_lse
 from recsys.ops.linear_logp import hopper, logp_facts, reference
@@ -96,30 +94,6 @@ def test_autocast_does_not_reach_the_scores():
         inside = linear_logp(**given)
         found = gradients(inside, leaves_of(given))
     assert_equal([*inside, *found], [*plain, *gradients(plain, leaves_of(given))])
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, hidden, weight, target):
-        return linear_logp(hidden, weight, target, temperature=self.temperature, ignore_index=-1)
-
-
-def test_a_compiled_graph():
-    counts, head = CompileCounterWithBackend("aot_eager"), Head()
-    compiled = torch.compile(head, backend=counts, fullgraph=True, dynamic=True)
-    for rows in (50, 9, 33):
-        hidden, weight = torch.randn(rows, 6, requires_grad=True), torch.randn(40, 6, requires_grad=True)
-        target = torch.randint(40, (rows,))
-        target[::4] = -1
-        got, want = compiled(hidden, weight, target), head(hidden, weight, target)
-        torch.testing.assert_close(got, want)
-        leaves = (hidden, weight, head.temperature)
-        for one, other in zip(gradients(got, leaves), gradients(want, leaves), strict=True):
-            torch.testing.assert_close(one, other)
-    assert counts.frame_count == 1
 
 
 def arguments(**changes):

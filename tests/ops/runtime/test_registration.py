@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from torch.export import Dim
 
 import recsys.ops
 from recsys.ops.runtime import registration
+from tests.tools.packaged import assert_packaged
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -107,7 +106,7 @@ def test_one_compiled_graph_for_all_sizes(op):
     assert counter.frame_count == 1
 
 
-def exported(op, folder=None):
+def exported(op):
     with torch.no_grad():
         program = torch.export.export(
             Model(op), batch(4), dynamic_shapes=({0: Dim("rows")}, {0: Dim("rows")})
@@ -124,35 +123,10 @@ def test_it_is_one_node_of_an_exported_graph(op):
             torch.testing.assert_close(program.module()(*batch(rows)), right(*batch(rows)))
 
 
-RUN_IN_THREADS = """
-import sys, torch
-from concurrent.futures import ThreadPoolExecutor
-torch.set_num_threads(1)
-program = torch._inductor.aoti_load_package(sys.argv[1])
-batches, wanted = torch.load(sys.argv[2])
-def run(number):
-    return torch.equal(program(*batches[number % len(batches)]), wanted[number % len(batches)])
-with ThreadPoolExecutor(4) as pool:
-    print(all(pool.map(run, range(400))))
-"""
-
-
 @pytest.mark.slow
-def test_a_package_needs_nothing_of_this_and_runs_in_four_threads(tmp_path, monkeypatch):
-    """Of a visible op. In a fresh process, which a deadlock would keep past its time."""
-    monkeypatch.setenv("CXX", "/usr/bin/g++")
-    package = torch._inductor.aoti_compile_and_package(
-        exported(OPS["visible"]), package_path=str(tmp_path / "model.pt2")
-    )
-    program = torch._inductor.aoti_load_package(package)
-    batches = [tuple(one.detach() for one in batch(rows)) for rows in (4, 2, 31)]
-    wanted = [program(*one) for one in batches]
-    for got, one in zip(wanted, batches, strict=True):
-        torch.testing.assert_close(got, right(*one))
-    torch.save((batches, wanted), tmp_path / "batches")
-    command = [sys.executable, "-c", RUN_IN_THREADS, package, str(tmp_path / "batches")]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=120)
-    assert shown.stdout.strip() == "True"
+def test_a_package_needs_nothing_of_this_and_runs_in_four_threads(tmp_path):
+    batches = [[tensor.detach() for tensor in batch(rows)] for rows in (4, 2, 31)]
+    assert_packaged(exported(OPS["visible"]), right, batches, tmp_path)
 
 
 def test_nobody_registers_an_op_elsewhere():

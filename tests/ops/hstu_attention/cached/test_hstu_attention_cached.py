@@ -222,11 +222,8 @@ def test_the_library_op_in_the_interpreter(monkeypatch):
         lengths = (layout.lengths, layout.offsets, layout.num_targets, cached.lengths, cached.offsets)
         for more in ((*tables, *times), (None,) * 5):
             arguments = (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, cache_k, cache_v, *lengths)
-            torch.library.opcheck(
-                triton_ops.hstu_attention_cached_triton,
-                (*arguments, *more, 1, 3, 2, False, 2, True, 0.5, 8.0),
-                test_utils=("test_schema", "test_faketensor"),
-            )
+            arguments = (*arguments, *more, 1, 3, 2, False, 2, True, 0.5, 8.0)
+            harness.opcheck(triton_ops.hstu_attention_cached_triton, arguments)
 
 
 test_the_kernel_in_the_interpreter = harness.interpreter_test(__file__)

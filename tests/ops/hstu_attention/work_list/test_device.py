@@ -7,20 +7,20 @@ import torch
 
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.work_list import reference
-from tests.ops.harness import interpreter_test
-from tests.tools.interpreter import interpreted
+from tests.ops.harness import interpreter_test, runners, shrink
+from tests.tools.interpreter import INTERPRETED, interpreted
 
 TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def few_lanes(monkeypatch):
-    """Several programs."""
-    from recsys.ops.hstu_attention.work_list import device
+    """Several programs in the interpreter."""
+    if INTERPRETED:
+        from recsys.ops.hstu_attention.work_list import device
 
-    few = {"LANES": 16, "CACHED_LANES": 16, "SAMPLES": 2, "ORDERED": 8, "COMPARED": 16}
-    for name, value in few.items():
-        monkeypatch.setattr(device, name, value)
+        few = {"LANES": 16, "CACHED_LANES": 16, "SAMPLES": 2, "ORDERED": 8, "COMPARED": 16}
+        shrink(monkeypatch, device, **few)
 
 
 def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:
@@ -71,20 +71,16 @@ def assert_equal_cached_lists(seed: int, where: str = "cpu") -> None:
     assert torch.equal(items.cpu(), expected), (mask, layout.lengths, cached.lengths, parts)
 
 
-@interpreted
+@pytest.mark.parametrize("compare", [assert_equal_lists, assert_equal_cached_lists])
 @pytest.mark.parametrize("seed", range(25))
-def test_the_same_lists(few_lanes, seed):
-    assert_equal_lists(seed)
+@pytest.mark.parametrize("runner", runners("triton"))
+def test_the_same_lists(compare, seed, runner):
+    for number in (seed,) if runner.is_interpreted else range(4 * seed, 4 * seed + 4):
+        compare(number, runner.device)
 
 
 @interpreted
-@pytest.mark.parametrize("seed", range(25))
-def test_the_same_lists_with_a_cache(few_lanes, seed):
-    assert_equal_cached_lists(seed)
-
-
-@interpreted
-def test_tiles_that_are_none_come_last(few_lanes):
+def test_tiles_that_are_none_come_last():
     """If only the device knows the lengths, there may be fewer tiles than items."""
     from recsys.ops.hstu_attention.work_list import device
 
@@ -96,7 +92,7 @@ def test_tiles_that_are_none_come_last(few_lanes):
 
 
 @interpreted
-def test_tiles_that_are_none_of_candidates(few_lanes):
+def test_tiles_that_are_none_of_candidates():
     """All columns, as the operations have them."""
     from recsys.ops.hstu_attention.work_list import device
 
@@ -111,7 +107,7 @@ def test_tiles_that_are_none_of_candidates(few_lanes):
 
 
 @interpreted
-def test_a_long_list_is_sorted(few_lanes, monkeypatch):
+def test_a_long_list_is_sorted(monkeypatch):
     """In the same order as the kernel's, which compares each tile with each."""
     from recsys.ops.hstu_attention.work_list import device
 
@@ -121,10 +117,3 @@ def test_a_long_list_is_sorted(few_lanes, monkeypatch):
 
 
 test_the_kernel_in_the_interpreter = interpreter_test(__file__)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(100))
-def test_the_same_lists_on_a_gpu(seed):
-    assert_equal_lists(seed, "cuda")
-    assert_equal_cached_lists(seed, "cuda")
