@@ -47,9 +47,8 @@ class KernelSizes(NamedTuple):
 FORWARD = {64: KernelSizes(128, 6, 4, 120), 128: KernelSizes(128, 4, 4, 120), 256: KernelSizes(64, 4, 2, 240)}
 """Sizes of the forward kernel, by width in columns."""
 
-OF_HIDDEN = {128: KernelSizes(128, 4, 2, 240), 256: KernelSizes(64, 4, 2, 240)}
-
-OF_WEIGHT = dict(OF_HIDDEN)
+GRADIENTS = {128: KernelSizes(128, 4, 2, 240), 256: KernelSizes(64, 4, 2, 240)}
+"""Sizes of the gradient kernel, by width in columns, for either operand."""
 
 NARROW = 64
 """Up to this width in columns the Triton kernels compute gradients faster: most of the work is outside the
@@ -177,7 +176,7 @@ def sides(operands: Operands) -> tuple[row_launch.Side, row_launch.Side]:
     width = width_of(operands)
     if is_wide(operands):
         return row_launch.sides_of(operands, WIDE_SCORE_GRADS, WIDE_SCORE_GRADS)
-    return row_launch.sides_of(operands, OF_HIDDEN[width], OF_WEIGHT[width])
+    return row_launch.sides_of(operands, GRADIENTS[width], GRADIENTS[width])
 
 
 def is_wide(operands: Operands) -> bool:
@@ -216,7 +215,7 @@ def _launch_side(
     own, other = (weight, hidden) if of_weight else (hidden, weight)
     num_own, columns = own.shape
     width = width_of(operands)
-    sizes = (OF_WEIGHT if of_weight else OF_HIDDEN)[width]
+    sizes = GRADIENTS[width]
     max_parts = min(launch.MAX_PARTS, 1 + launch.PART_NUMBERS // (num_own * columns))
     cut = cut_for(own, other, sizes, max_parts)
     dtype = own.dtype if of_weight and cut.parts == 1 else scale.dtype

@@ -61,7 +61,7 @@ def finished(operands: Operands, maxima: Tensor, totals: Tensor, ignore_index: i
     return RowOutputs(*outputs.unbind(0))
 
 
-def target_scores(operands: Operands, launch: Launch = launch_eager) -> Tensor:
+def target_scores(operands: Operands, launch: Launch) -> Tensor:
     """Computes the scores [N] of the targets, arbitrary for rows without one; the operands are `prepared`."""
     hidden, weight, bias, scale, target, _, _, *norms = operands
     num_rows = hidden.shape[0]

@@ -57,20 +57,18 @@ def opaque_op(
     fake: Callable[..., Any],
     *,
     devices: Sequence[str] = ("default",),
-    arguments: str | None = None,
 ) -> Any:
     """Defines the op `recsys::<name>`.
 
     Args:
-        run: the implementation, which neither changes nor returns any of its arguments.
+        run: the implementation, which neither changes nor returns any of its arguments; its annotations give
+            the schema.
         fake: `run` for tensors without data; returns new tensors with the shapes, dtypes and strides of the
             results.
         devices: device types on which `run` works; all by default.
-        arguments: the schema after the name, `(Tensor x, int n) -> Tensor`; None: inferred from the
-            annotations of `run`.
     """
     full_name = f"recsys::{name}"
-    torch.library.define(full_name, arguments or torch.library.infer_schema(run, mutates_args=()))
+    torch.library.define(full_name, torch.library.infer_schema(run, mutates_args=()))
     torch.library.impl(full_name, tuple(devices), run)
     torch.library.register_fake(full_name, fake)
     return getattr(torch.ops.recsys, name).default

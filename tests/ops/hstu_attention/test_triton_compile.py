@@ -109,7 +109,7 @@ def compiled(folder, kernel, biased, width, itemsize, *, precision="tf32x3", siz
         "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.keys,
         "BIASED": biased,
-        "FAST": 2 if itemsize == 2 else 0,
+        "FAST": itemsize == 2,
     }
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}

@@ -16,7 +16,7 @@ from recsys.ops.hstu_attention.hopper.backward_keys import keys_kernel
 from recsys.ops.hstu_attention.hopper.backward_rows import rows_kernel
 from recsys.ops.hstu_attention.hopper.backward_wide import wide_keys_kernel
 from recsys.ops.hstu_attention.hopper.forward import forward_kernel
-from recsys.ops.hstu_attention.hopper.rounding import round_kernel
+from recsys.ops.hstu_attention.hopper.launch import round_kernel
 from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import hopper_launch
 from recsys.ops.runtime.descriptors import Boxes, gluon_descriptor, with_loadable_rows

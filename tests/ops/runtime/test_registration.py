@@ -54,7 +54,6 @@ OPS = {
             "made_up_opaque_backward",
             scaled_backward,
             fake_backward,
-            arguments="(Tensor grad, Tensor x, Tensor y, float factor) -> (Tensor, Tensor)",
         ),
     ),
 }

@@ -282,7 +282,7 @@ def diagonals_kernel(
                 )
                 if WINDOWED | (distance < BLOCK_N) | (first < num_contextual):
                     score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
-                _, slope = silu_and_slope(score, True, FAST)
+                _, slope = silu_and_slope(score, FAST)
                 grad_tile = load_block(o_head, first, length, V, BLOCK_M, BLOCK_V, False)
                 v_tile = load_block(v_head, first_key, length, V, BLOCK_N, BLOCK_V, False)
                 grad_score = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION) * slope
@@ -352,7 +352,7 @@ def others_kernel(
                     score, rows, keys, rows, keys, relative_i, -relative_j, (distances, tables), FAST
                 )
                 score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
-                _, slope = silu_and_slope(score, True, FAST)
+                _, slope = silu_and_slope(score, FAST)
                 v_tile = load_block(v_head, first_key, length, V, BLOCK_N, BLOCK_V, False)
                 grad_score = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION) * slope
                 _add_by_bucket(by_bucket, grad_score, rows, keys, tables, BLOCK_M, BLOCK_N, FAST)

@@ -58,6 +58,10 @@ from recsys.ops.runtime.gluon_pieces import (
 
 UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
 
+VARYING = ("num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v")
+VARYING += ("num_contextual", "window", "prefix", "group_size")
+"""Parameters that vary with the batch or the model; kernels are not recompiled for them."""
+
 FULL, FREE, DONE = gl.constexpr(8), gl.constexpr(12), gl.constexpr(4)
 """First numbers of the hardware barriers. FULL and FREE have one per strip and dS buffer: FULL means that the
 other strip has stored its half of dS, FREE that it has multiplied both halves. DONE has one per strip: the
@@ -463,12 +467,7 @@ def barriers_of_keys(SIZES: gl.constexpr):
     return q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
-        "num_contextual", "window", "prefix", "group_size",
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=VARYING)
 def backward_kernel(
     q_desc, g_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, items, counter,
     num_items, num_heads, stride_q, stride_g, stride_k, stride_v,

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from recsys.ops.hstu_attention.hopper.backward import (
     UNSEEN,
+    VARYING,
     barriers_of_keys,
     fetch,
     loading_ahead,
@@ -153,12 +154,7 @@ def computing_group(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
-        "num_contextual", "window", "prefix", "group_size",
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=VARYING)
 def keys_kernel(
     q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, items, counter, num_items, num_heads,
     stride_q, stride_g, stride_k, stride_v,

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.hopper.backward import fetch
+from recsys.ops.hstu_attention.hopper.backward import VARYING, fetch
 from recsys.ops.hstu_attention.hopper.forward import block_at, blocks_past, num_blocks, num_masked, visible
 from recsys.ops.runtime.gluon_pieces import (
     STRIP,
@@ -213,12 +213,7 @@ def computing_group(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
-        "num_contextual", "window", "prefix", "group_size",
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=VARYING)
 def rows_kernel(
     q_desc, g_desc, k_desc, v_desc, dq_desc, items, counter, num_items, num_heads,
     stride_q, stride_g, stride_k, stride_v,

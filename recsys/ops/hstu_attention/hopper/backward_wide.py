@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.hopper.backward import UNSEEN, seen_by_keys, weight_and_slope
+from recsys.ops.hstu_attention.hopper.backward import UNSEEN, VARYING, seen_by_keys, weight_and_slope
 from recsys.ops.hstu_attention.hopper.forward import (
     ITEM,
     block_at,
@@ -275,12 +275,7 @@ def key_group(
         place, tile, runs, _unmasked, head = read_item_slot(slots.index(turn % 2))
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
-        "num_contextual", "window", "prefix", "group_size",
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=VARYING)
 def wide_keys_kernel(
     q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, items, counter, num_items, num_heads,
     stride_q, stride_g, stride_k, stride_v,

@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from recsys.ops.hstu_attention.hopper.backward import backward_kernel
 from recsys.ops.hstu_attention.hopper.forward import forward_kernel
-from recsys.ops.hstu_attention.hopper.rounding import LINE, round_kernel
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.jagged.mask import AttentionMask
@@ -89,6 +90,10 @@ BACKWARD_SIZES = {
     128: BackwardSizes(64, 2, 1, 64, 240, 24),
 }
 """Sizes by head width, in columns."""
+
+LINE = 64
+"""Elements per line of `round_kernel`. The total is a multiple of it, so that no access is narrower than 16
+bytes."""
 
 ROUNDED_LINES = 64
 """Lines per program of `round_kernel`."""
@@ -262,6 +267,29 @@ def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool =
             "num_warps": WARPS,
         },
     )
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def round_kernel(
+    sums, rounded, num_lines, factor,
+    IN_ROW: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    EVEN_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Writes `rounded = sums * factor`, [num_lines, LINE], last lines first: they are still in the cache.
+
+    Rows have IN_ROW lines each; they are STRIDE elements apart in `rounded` and contiguous in `sums`.
+    EVEN_FIRST: in `sums` every eight elements hold elements 0, 2, 4, 6, 1, 3, 5, 7 of the result.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    line = program * LINES + tl.arange(0, LINES)[:, None]
+    within = tl.arange(0, LINE)[None, :]
+    value = tl.load(sums + line.to(tl.int64) * LINE + within, mask=line < num_lines)
+    place = (line // IN_ROW).to(tl.int64) * STRIDE + (line % IN_ROW) * LINE + within
+    value = (value * factor).to(rounded.dtype.element_ty)
+    if EVEN_FIRST:
+        eights = tl.reshape(value, LINES, LINE // 8, 2, 4)
+        value = tl.reshape(tl.permute(eights, 0, 1, 3, 2), LINES, LINE)
+    tl.store(rounded + place, value, mask=line < num_lines)
 
 
 def section_of(token_bytes: int, mask: AttentionMask) -> int | None:

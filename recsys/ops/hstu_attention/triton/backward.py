@@ -89,7 +89,7 @@ def _add_rows(
         )
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
-    weight, slope = silu_and_slope(score, True, MODE[1])
+    weight, slope = silu_and_slope(score, MODE[1])
     grad_block = load_block(grad_out, first, length, V, BLOCK_M, BLOCK_V, False, MODE[7])
     if GRAD_K:
         grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
@@ -240,7 +240,7 @@ def _add_keys(
         )
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
-    _, slope = silu_and_slope(score, True, MODE[1])
+    _, slope = silu_and_slope(score, MODE[1])
     v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[5])
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
     grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)

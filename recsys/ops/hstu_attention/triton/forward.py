@@ -71,7 +71,7 @@ def _add_block(
         )
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
-    weight = silu(score, True, MODE[1])
+    weight = silu(score, MODE[1])
     v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[3])
     return tl.dot(weight.to(v_block.dtype), v_block, total, input_precision=MODE[2])
 

@@ -382,16 +382,9 @@ def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[st
         "GROUPED": mask.target_group_size > 1,
         "CONTEXTUAL_READS": mask.contextual_reads_history,
         "BIASED": problem.bias is not None,
-        "FAST": _fast(q),
+        "FAST": q.device.type == "cuda" and q.dtype != torch.float32,
         "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
         **({} if blocks.max_registers is None else {"maxnreg": blocks.max_registers}),
     }
-
-
-def _fast(q: Tensor) -> int:
-    """Return FAST, which `tile` explains."""
-    if q.device.type != "cuda" or q.dtype == torch.float32:
-        return 0
-    return 2

@@ -4,8 +4,8 @@ Everything here is inlined into the kernels. Scores come in two orientations, [r
 owns rows and [keys, rows] where it owns keys, so positions are passed ready to broadcast: `i` for rows, `j`
 for keys.
 
-`mask_forms` explains the tuples `rule` and `RULE`. FAST selects the instructions: 0 portable ones only, 1
-inline PTX, 2 also a sigmoid accurate to 11 bits, for 16-bit operands.
+`mask_forms` explains the tuples `rule` and `RULE`. FAST allows inline PTX and a sigmoid accurate to 11 bits,
+for 16-bit operands; without it the instructions are portable.
 """
 
 import triton
@@ -104,36 +104,20 @@ def tanh(x):
 
 
 @triton.jit
-def sigmoid(x, FAST: tl.constexpr):
-    """Return 1 / (1 + exp(-x))."""
-    if FAST == 2:
-        return 0.5 * tanh(0.5 * x) + 0.5
-    else:
-        return tl.sigmoid(x)
-
-
-@triton.jit
-def silu(score, HALVED: tl.constexpr, FAST: tl.constexpr):
-    """Return x sigmoid(x) for a score x. HALVED: `score` is x / 2, which suits the form with tanh."""
-    if HALVED and FAST == 2:
+def silu(score, FAST: tl.constexpr):
+    """Return x sigmoid(x) where `score` is x / 2, which suits the form with tanh."""
+    if FAST:
         return score * tanh(score) + score
-    elif HALVED:
-        return 2.0 * score * tl.sigmoid(2.0 * score)
     else:
-        return score * sigmoid(score, FAST)
+        return 2.0 * score * tl.sigmoid(2.0 * score)
 
 
 @triton.jit
-def silu_and_slope(score, HALVED: tl.constexpr, FAST: tl.constexpr):
-    """Return `silu` and its slope. HALVED: twice the slope, u (1 + x (2 - u) / 2) with u = 2 sigmoid(x)."""
-    if HALVED:
-        if FAST == 2:
-            doubled = tanh(score) + 1.0
-        else:
-            doubled = 2.0 * tl.sigmoid(2.0 * score)
-        weight = score * doubled
-        return weight, doubled + weight * (2.0 - doubled)
+def silu_and_slope(score, FAST: tl.constexpr):
+    """Return `silu` and twice its slope, u (1 + x (2 - u) / 2) with u = 2 sigmoid(x)."""
+    if FAST:
+        doubled = tanh(score) + 1.0
     else:
-        sigma = sigmoid(score, FAST)
-        weight = score * sigma
-        return weight, sigma + weight * (1.0 - sigma)
+        doubled = 2.0 * tl.sigmoid(2.0 * score)
+    weight = score * doubled
+    return weight, doubled + weight * (2.0 - doubled)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.hstu_attention.work_list import reference
+from recsys.ops.hstu_attention.work_list.reference import Tiling
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime import triton_support
@@ -46,7 +47,7 @@ def row_work(
     """
     return layout.memo(
         ("row_work", mask, tile, block, section, tail, strip),
-        lambda: builder(layout).row_work(mask, layout, tile, block, section, tail, strip),
+        lambda: builder(layout).row_work(mask, layout, Tiling(tile, block, section, tail, strip)),
     )
 
 
@@ -67,7 +68,7 @@ def key_work(
     """
     return layout.memo(
         ("key_work", mask, tile, block, section, tail),
-        lambda: builder(layout).key_work(mask, layout, tile, block, section, tail),
+        lambda: builder(layout).key_work(mask, layout, Tiling(tile, block, section, tail)),
     )
 
 

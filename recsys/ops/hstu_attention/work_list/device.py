@@ -7,8 +7,6 @@ interval is a pair of such numbers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +22,7 @@ from recsys.ops.hstu_attention.work_list.item import (
     NUM_CACHED_COLUMNS,
     NUM_COLUMNS,
 )
-from recsys.ops.hstu_attention.work_list.reference import num_tiles_of, sections_of
+from recsys.ops.hstu_attention.work_list.reference import Tiling, num_tiles_of, sections_of
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime.launch import launch
@@ -42,31 +40,15 @@ MOST_COMPARED = 2**14
 """Above this number of items, sorting is faster than comparing all pairs."""
 
 
-def row_work(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    tile: int,
-    block: int,
-    section: int | None = None,
-    tail: int | None = None,
-    strip: int | None = None,
-) -> Tensor:
+def row_work(mask: AttentionMask, layout: SequenceLayout, tiling: Tiling) -> Tensor:
     """Build the list that `work_list.row_work` describes."""
-    options = {"KEYS": False, "TILE": tile, "STRIP": strip or tile, "BLOCK": block}
-    return _items(mask, layout, num_tiles_of(layout, tile, tail, strip), section, tail, options)
+    num_tiles = num_tiles_of(layout, tiling.tile, tiling.tail, tiling.strip)
+    return _items(mask, layout, num_tiles, tiling, keys=False)
 
 
-def key_work(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    tile: int,
-    block: int,
-    section: int | None = None,
-    tail: int | None = None,
-) -> Tensor:
+def key_work(mask: AttentionMask, layout: SequenceLayout, tiling: Tiling) -> Tensor:
     """Build the list that `work_list.key_work` describes."""
-    options = {"KEYS": True, "TILE": tile, "STRIP": tile, "BLOCK": block}
-    return _items(mask, layout, num_tiles_of(layout, tile), section, tail, options)
+    return _items(mask, layout, num_tiles_of(layout, tiling.tile), tiling, keys=True)
 
 
 def cached_work(
@@ -100,17 +82,11 @@ def cached_work(
     return _sorted(items, work)
 
 
-def _items(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    num_tiles: int,
-    section: int | None,
-    tail: int | None,
-    options: dict[str, Any],
-) -> Tensor:
+def _items(mask: AttentionMask, layout: SequenceLayout, num_tiles: int, tiling: Tiling, keys: bool) -> Tensor:
     items, work = _empty(layout, num_tiles, NUM_COLUMNS.value)
     if num_tiles == 0:
         return items
+    tile, block, section, tail, strip = tiling
     sections = layout.lengths if section is None else sections_of(layout.lengths, section)
     launch(
         items_kernel,
@@ -118,7 +94,10 @@ def _items(
         (layout.offsets, layout.lengths, layout.num_targets, sections, items, work),
         (num_tiles, layout.batch_size, *_rule(mask, layout), layout.total_len, tail or 0),
         {
-            **options,
+            "KEYS": keys,
+            "TILE": tile,
+            "STRIP": strip or tile,
+            "BLOCK": block,
             "SECTIONED": section is not None,
             **_parts_of(mask),
             "TAIL": tail is not None,

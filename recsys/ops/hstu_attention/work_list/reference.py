@@ -19,6 +19,16 @@ from recsys.ops.jagged.layout_facts import HostCopy
 from recsys.ops.jagged.mask import AttentionMask, KeyIntervals, column_intervals, row_intervals
 
 
+class Tiling(NamedTuple):
+    """Sizes of a list in tokens, as `work_list.row_work` and `work_list.key_work` explain them."""
+
+    tile: int
+    block: int
+    section: int | None = None
+    tail: int | None = None
+    strip: int | None = None
+
+
 class Interval(NamedTuple):
     """Half-open intervals of tokens, one or several per tile; empty where `end <= start`."""
 
@@ -26,31 +36,17 @@ class Interval(NamedTuple):
     end: Tensor
 
 
-def row_work(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    tile: int,
-    block: int,
-    section: int | None = None,
-    tail: int | None = None,
-    strip: int | None = None,
-) -> Tensor:
+def row_work(mask: AttentionMask, layout: SequenceLayout, tiling: Tiling) -> Tensor:
     """Build the list that `work_list.row_work` describes."""
-    tiles = tiles_of(layout, tile, tail, strip)
+    tiles = tiles_of(layout, tiling.tile, tiling.tail, tiling.strip)
     seen = _seen(mask, tiles, None, layout.num_contextual)
-    runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
-    return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
+    runs = _runs(tiles, _hulls(seen), _unmasked(seen), tiling.block)
+    return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, tiling))
 
 
-def key_work(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    tile: int,
-    block: int,
-    section: int | None = None,
-    tail: int | None = None,
-) -> Tensor:
+def key_work(mask: AttentionMask, layout: SequenceLayout, tiling: Tiling) -> Tensor:
     """Build the list that `work_list.key_work` describes."""
+    tile, block, _, tail, _ = tiling
     tiles = tiles_of(layout, tile)
     contextual, always = layout.num_contextual, layout.num_contextual + mask.prefix
     outside = tiles.history_end - (mask.window or 0)  # the first key of the last target's window
@@ -74,7 +70,7 @@ def key_work(
     # one.
     rounded = torch.where(unmasked.end == tiles.length, unmasked.end + block - 1, unmasked.end)
     runs = _runs(tiles, kinds, [Interval(unmasked.start, rounded)], block)
-    return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
+    return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, tiling))
 
 
 def cached_work(
@@ -114,14 +110,12 @@ def cached_work(
     return _sorted(columns, cached.work + new.work)
 
 
-def _in_sections(
-    work: Tensor, layout: SequenceLayout, tiles: Tiles, block: int, section: int | None
-) -> Tensor:
+def _in_sections(work: Tensor, layout: SequenceLayout, tiles: Tiles, tiling: Tiling) -> Tensor:
     """Return int64 [n]: the numbers to sort the tiles by, largest first, so that samples come in sections."""
-    if section is None or layout.batch_size == 0:
+    if tiling.section is None or layout.batch_size == 0:
         return work
-    number = sections_of(layout.lengths, section).index_select(0, tiles.sample)
-    largest = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits this many blocks
+    number = sections_of(layout.lengths, tiling.section).index_select(0, tiles.sample)
+    largest = layout.total_len // tiling.block + 2 * NUM_COLUMNS  # no tile visits this many blocks
     return torch.where(tiles.length > 0, (layout.total_len - number) * largest + work, 0)
 
 

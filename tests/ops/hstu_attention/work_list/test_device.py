@@ -49,9 +49,9 @@ def assert_equal_lists(seed: int, where: str = "cpu") -> None:
     section, tail = chance.choice([None, 500]), chance.choice([None, 0, 1, 64, 200])
     strip = chance.choice([None, 16, tile // 2])
     for name, strips in (("row_work", (strip,)), ("key_work", ())):
-        options = (tile, block, section, tail, *strips)
-        expected = getattr(reference, name)(mask, layout, *options)
-        items = getattr(device, name)(mask, layout.to(where), *options)
+        tiling = reference.Tiling(tile, block, section, tail, *strips)
+        expected = getattr(reference, name)(mask, layout, tiling)
+        items = getattr(device, name)(mask, layout.to(where), tiling)
         assert torch.equal(items.cpu(), expected), (mask, layout.lengths, layout.num_targets, name, tail)
 
 
@@ -87,8 +87,8 @@ def test_tiles_that_are_none_come_last():
     layout = SequenceLayout(torch.tensor([30, 0, 70]), torch.tensor([5, 0, 0]), 0)
     numbers = (layout.lengths, layout.offsets, layout.num_targets)
     unknown = SequenceLayout.trusted(*numbers, 0, layout.total_len, 100, 5).to("cpu")
-    known = device.row_work(AttentionMask(), layout, 16, 32)
-    assert torch.equal(device.row_work(AttentionMask(), unknown, 16, 32)[: len(known)], known)
+    lists = [device.row_work(AttentionMask(), given, reference.Tiling(16, 32)) for given in (layout, unknown)]
+    assert torch.equal(lists[1][: len(lists[0])], lists[0])
 
 
 @interpreted

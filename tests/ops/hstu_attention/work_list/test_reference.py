@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.hstu_attention.work_list import cached_work, key_work, reference, row_work
+from recsys.ops.hstu_attention.work_list import cached_work, key_work, row_work
 from recsys.ops.hstu_attention.work_list.columns import (
     CACHE_LENGTH,
     CACHE_START,
@@ -235,6 +235,6 @@ def test_layers_share_one_list():
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_a_batch_without_tokens_has_no_work(lengths):
     layout = SequenceLayout(torch.tensor(lengths, dtype=torch.int64))
-    assert len(reference.row_work(AttentionMask(), layout, 8, 8)) == 0
-    assert len(reference.key_work(AttentionMask(), layout, 8, 8)) == 0
+    assert len(row_work(AttentionMask(), layout, 8, 8)) == 0
+    assert len(key_work(AttentionMask(), layout, 8, 8)) == 0
     assert len(cached_work(AttentionMask(), layout, layout, 8, 8)) == 0
