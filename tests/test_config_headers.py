@@ -49,5 +49,5 @@ def test_files_that_a_head_names_are_there(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     named = re.findall(r"(?:configs|scripts|experiments)/[\w./-]+", "\n".join(head))
     assert named
-    for one in named:
-        assert (ROOT / one.rstrip(".")).exists(), one
+    for name in named:
+        assert (ROOT / name.rstrip(".")).exists(), name

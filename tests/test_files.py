@@ -86,11 +86,11 @@ def test_a_lock_is_one_processes_and_ends_with_it(tmp_path):
         "    print(taken, flush=True); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, str(lock)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "True\n"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "True\n"
         with files.locked(lock) as taken:
             assert not taken
-        other.kill()
+        holder.kill()
     with files.locked(lock) as taken, files.locked(lock) as again:
         assert taken and not again
 

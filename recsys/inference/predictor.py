@@ -193,8 +193,8 @@ class Predictor:
     def _best(self, batch: Batch, k: int) -> TopK:
         """Returns the best items of a batch on the host, as indices into the vocabulary."""
         if self.finds_items:
-            found = self.package.find(batch)
-            scores, rows = found.scores.float().cpu()[:, :k], found.items.cpu()[:, :k]
+            best = self.package.find(batch)
+            scores, rows = best.scores.float().cpu()[:, :k], best.items.cpu()[:, :k]
             return TopK(scores, torch.from_numpy(self.vocabulary.layout.id_of(rows.numpy() + 1)))
         queries = self._queries(batch)
         # An unknown item has the index -1, which is ignored.

@@ -35,8 +35,8 @@ def beam_recall(
     wanted = (best >= 0).sum().double()
     counts = {}
     for width in sorted(width for width in set(widths) if width >= k):
-        found = writer.find(states, width, seen).items[:, :k]
-        hits = (best[:, :, None] == found[:, None]).any(2) & (best >= 0)
+        items = writer.find(states, width, seen).items[:, :k]
+        hits = (best[:, :, None] == items[:, None]).any(2) & (best >= 0)
         counts[f"recall@{k}/beam_{width}"] = torch.stack([hits.sum().double(), wanted])
     return counts
 

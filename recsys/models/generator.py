@@ -123,8 +123,8 @@ class CodeGenerator(NextItemModel):
         with self.autocast():
             if self.beam_size is None:
                 return self.decode.ranks(states, targets, batch)
-            found = self._find(states, batch).items
-        hit = found[rows_of(batch.num_candidates, len(targets))] == targets[:, None] - 1
+            items = self._find(states, batch).items
+        hit = items[rows_of(batch.num_candidates, len(targets))] == targets[:, None] - 1
         is_hit = hit.any(1) & (targets > 0) & ~batch.repeated
         return torch.where(is_hit, 1 + hit.int().argmax(1), len(self.codes))
 

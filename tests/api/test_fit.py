@@ -244,18 +244,18 @@ def with_value(table, name, row, value):
 def test_mistakes_name_what_is_wrong_and_change_nothing(train, validation, fitted):
     model, _ = fitted
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-    some = train.slice(0, 64)
-    unlabelled = some.drop_columns(["candidate_is_click"])
-    ragged = with_value(some, "uih_item_id", 5, [1] * 1000)
+    first_rows = train.slice(0, 64)
+    unlabelled = first_rows.drop_columns(["candidate_is_click"])
+    ragged = with_value(first_rows, "uih_item_id", 5, [1] * 1000)
     nan = config("train.dense_optimizer.adamw.lr=1e30")
     cases = [
         (lambda: recsys.fit(model, unlabelled, progress=False), DataError, "no column candidate_is_click"),
         (lambda: recsys.evaluate(model, unlabelled), DataError, "no column candidate_is_click"),
         (lambda: recsys.fit(model, ragged, steps=4, progress=False), DataError, "row 5: .*uih_item_id"),
-        (lambda: recsys.fit(model, some.slice(0, 0)), DataError, "there are no rows"),
-        (lambda: recsys.fit(model, some, steps=1, epochs=1), ConfigError, "give one of them"),
-        (lambda: recsys.fit(model, some, steps=0), ConfigError, "train.num_steps"),
-        (lambda: recsys.fit(model, some, callbacks=[print]), ConfigError, "extend recsys.Hook"),
+        (lambda: recsys.fit(model, first_rows.slice(0, 0)), DataError, "there are no rows"),
+        (lambda: recsys.fit(model, first_rows, steps=1, epochs=1), ConfigError, "give one of them"),
+        (lambda: recsys.fit(model, first_rows, steps=0), ConfigError, "train.num_steps"),
+        (lambda: recsys.fit(model, first_rows, callbacks=[print]), ConfigError, "extend recsys.Hook"),
         (lambda: recsys.fit(model, 3), DataError, "rows: int is given"),
         (lambda: recsys.fit(model, "nowhere.parquet"), DataError, "nowhere.parquet: no such file"),
     ]

@@ -53,7 +53,7 @@ def test_uniform_negatives_depend_on_seed_epoch_and_batch_only(retriever):
     draws.draw(0, 0)
     assert draws.draw(3, 17).tolist() == first == uniform(retriever.pipeline, 20).draw(3, 17).tolist()
     others = [draws.draw(4, 17), draws.draw(3, 18), uniform(retriever.pipeline, 20, seed=2).draw(3, 17)]
-    assert all(other.tolist() != first for other in others)
+    assert all(draw.tolist() != first for draw in others)
 
 
 def test_uniform_negatives_are_uniform(retriever):

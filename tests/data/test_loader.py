@@ -80,9 +80,9 @@ def test_resumed_with_another_world_size(two_files):
         positions = set()
         for rank in range(world):
             batches = loader(two_files, rank=rank, world_size=world).epoch(4, start)
-            some = [batch for _, batch in zip(range(steps), batches, strict=False)]
-            taken += real_rows(some)
-            positions.add(some[-1].position)
+            head = [batch for _, batch in zip(range(steps), batches, strict=False)]
+            taken += real_rows(head)
+            positions.add(head[-1].position)
         (position,) = positions
         start = position.index + 1
     assert Counter(taken) == ALL
@@ -90,8 +90,8 @@ def test_resumed_with_another_world_size(two_files):
 
 
 def test_epochs_differ_and_repeat(two_files):
-    first, again, other = (real_rows(loader(two_files).epoch(epoch)) for epoch in (0, 0, 1))
-    assert first == again != other
+    first, again, next_epoch = (real_rows(loader(two_files).epoch(epoch)) for epoch in (0, 0, 1))
+    assert first == again != next_epoch
 
 
 @pytest.mark.parametrize("start", [0, 5])
@@ -344,12 +344,12 @@ def test_a_split_that_is_not_set(sample):
 
 
 def test_looking_ahead_does_not_disturb_an_epoch(two_files):
-    reading, other = loader(two_files), loader(two_files)
+    reading, idle = loader(two_files), loader(two_files)
     rows = []
     for batch in reading.epoch(0):
-        assert reading.num_batches(5) == other.num_batches(5)
+        assert reading.num_batches(5) == idle.num_batches(5)
         rows += real_rows([batch])
-    assert rows == real_rows(other.epoch(0))
+    assert rows == real_rows(idle.epoch(0))
 
 
 def test_a_rank_outside_the_world(sample):

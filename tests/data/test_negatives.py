@@ -46,13 +46,13 @@ def retriever(sample):
     sample.pipeline = config.resolve(sample.pipeline, read_files=False).pipeline
     sample.items = [
         {
-            "item_id": one,
-            "labels": list(range(one % 4)),
-            "shop": 7 if one % 2 else 8,
-            "price": one / 2,
-            "year": 1985 + one,
+            "item_id": item,
+            "labels": list(range(item % 4)),
+            "shop": 7 if item % 2 else 8,
+            "price": item / 2,
+            "year": 1985 + item,
         }
-        for one in (99, 3, 50, 4711, 7, 12, 1000000007)
+        for item in (99, 3, 50, 4711, 7, 12, 1000000007)
     ]
     sample.items[2]["price"] = None
     write(sample)
@@ -96,11 +96,11 @@ def negatives_of(batch):
 def test_a_training_batch_has_drawn_items_then_its_own_and_what_is_known_of_both(retriever):
     for batch in Loader.open(retriever.pipeline, "train", RULE, mode="train").epoch(0):
         events = batch.ids["uih_item_id"].values()
-        own = batch.ids[features.BATCH_ITEMS].values().tolist()
-        assert own == sorted(set(events.tolist()) - {0})
+        items = batch.ids[features.BATCH_ITEMS].values().tolist()
+        assert items == sorted(set(events.tolist()) - {0})
         drawn = batch.ids[features.NEGATIVES].values().tolist()
         assert len(drawn) == 4
-        assert expected(retriever, drawn + own) == negatives_of(batch)
+        assert expected(retriever, drawn + items) == negatives_of(batch)
         rows = len(batch.request_time)
         for name in (features.NEGATIVES, features.BATCH_ITEMS, "catalogue_labels"):
             assert batch.ids[name].lengths().tolist()[1:] == [0] * (rows - 1)

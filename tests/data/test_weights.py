@@ -52,8 +52,10 @@ def test_from_a_file_to_the_batch(weighted, cut):
     seen = 0
     for batch in load(weighted):
         parts = batch.weights["candidate_value"].split(batch.num_candidates.tolist())
-        for row, one, many in zip(batch.rows.row.tolist(), batch.weights["importance"], parts, strict=True):
-            assert one.item() == (rows[row]["importance"] if row >= 0 else 0)
+        for row, weight, many in zip(
+            batch.rows.row.tolist(), batch.weights["importance"], parts, strict=True
+        ):
+            assert weight.item() == (rows[row]["importance"] if row >= 0 else 0)
             assert many.tolist() == (rows[row]["candidate_value"][:cut] if row >= 0 else [])
             seen += row >= 0
     assert seen == 30

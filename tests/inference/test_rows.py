@@ -41,7 +41,7 @@ def test_a_row_in_pieces_has_the_scores_of_the_whole_row(group, monkeypatch):
     lists = [name for name in table.column_names if name.startswith("candidate_")]
     row = next(row for row in table.to_pylist() if len(row["uih_item_id"]) >= 10)
     pool = table.slice(0, 40).to_pylist()
-    row |= {name: [value for other in pool for value in other[name]][:40] for name in lists}
+    row |= {name: [value for donor in pool for value in donor[name]][:40] for name in lists}
     row["candidate_timestamps"] = [row["request_time"]] * 40
     long = pa.Table.from_pylist([row], table.schema)
     monkeypatch.setitem(predictor.LONGEST_ROW, "cpu", 16)

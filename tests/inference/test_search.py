@@ -23,8 +23,8 @@ def truth(queries: np.ndarray, items: np.ndarray, k: int, removed: list[list[int
     scores = queries.astype(np.float64) @ items.T.astype(np.float64)
     rows = zip(scores, removed, strict=True)
     return [
-        sorted((i for i in range(len(items)) if i not in gone), key=lambda i: (-own[i], i))[:k]
-        for own, gone in rows
+        sorted((i for i in range(len(items)) if i not in gone), key=lambda i: (-scores[i], i))[:k]
+        for scores, gone in rows
     ]
 
 

@@ -84,7 +84,7 @@ def long_row(number: int, count: int) -> dict:
     """A row with as many candidates, at several times."""
     row, pool = TABLE.slice(number, 1).to_pylist()[0], TABLE.slice(0, 60).to_pylist()
     for name in CANDIDATES:
-        row[name] = [value for other in pool for value in other[name]][:count]
+        row[name] = [value for donor in pool for value in donor[name]][:count]
     row["candidate_timestamps"] = [row["request_time"] + i % 3 for i in range(count)]
     return row
 
@@ -121,12 +121,12 @@ def test_scores_are_those_of_whole_rows(group, users, most, monkeypatch):
     expected = Predictor(Watched(pipeline, cached=False)).table(table)
     assert actual.schema == expected.schema
     for name in expected.column_names:
-        one, two = actual[name].combine_chunks(), expected[name].combine_chunks()
+        got, want = actual[name].combine_chunks(), expected[name].combine_chunks()
         if name not in package.description.outputs:
-            assert one.equals(two)
+            assert got.equals(want)
             continue
-        assert one.value_lengths().equals(two.value_lengths())
-        np.testing.assert_allclose(one.flatten().to_numpy(), two.flatten().to_numpy(), rtol=1e-5, atol=1e-5)
+        assert got.value_lengths().equals(want.value_lengths())
+        np.testing.assert_allclose(got.flatten().to_numpy(), want.flatten().to_numpy(), rtol=1e-5, atol=1e-5)
     # 14 rows, 2 of them without candidates; runs of 4, 2 and 2 share a prefill, where groups of 3 let them:
     # not behind 5 candidates or 1.
     assert sum(package.prefilled) == (8 if group == 1 else 10)
@@ -167,8 +167,8 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_any_difference_of_user_or_history_is_seen(name):
     row = next(row for row in TABLE.to_pylist() if len(set(row["uih_item_id"])) >= 3)
-    other = row | {name: CHANGES[name](row[name])}
-    same = same_as_before(block_of(table_of([row, row, other, other, row])))
+    changed = row | {name: CHANGES[name](row[name])}
+    same = same_as_before(block_of(table_of([row, row, changed, changed, row])))
     assert same.tolist() == [False, True, False, True, False]
 
 
@@ -181,9 +181,9 @@ def test_one_event_less_is_a_difference():
 
 def test_lists_of_lists_are_compared_value_by_value():
     row = next(row for row in TABLE.to_pylist() if len(row["uih_tag"]) >= 3)
-    one, two = 12, 60
-    rows = [row | {"uih_tag": [*tags, *row["uih_tag"][2:]]} for tags in ([[one], [two]], [[one, two], []])]
-    rows += [row | {"uih_tag": [[one], [one], *row["uih_tag"][2:]]}]
+    few, many = 12, 60
+    rows = [row | {"uih_tag": [*tags, *row["uih_tag"][2:]]} for tags in ([[few], [many]], [[few, many], []])]
+    rows += [row | {"uih_tag": [[few], [few], *row["uih_tag"][2:]]}]
     same = same_as_before(block_of(table_of([rows[0], *rows])))
     assert same.tolist() == [False, True, False, False]
 
@@ -213,8 +213,8 @@ def test_batches_with_few_candidates_take_one_pass(monkeypatch):
     actual = Predictor(package).table(table)
     expected = Predictor(Watched(pipeline_of(), cached=False)).table(table)
     for name in package.description.outputs:
-        one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (actual, expected))
-        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+        got, want = (side[name].combine_chunks().flatten().to_numpy() for side in (actual, expected))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     # Rows of 30, 4, 11 candidates; 11, 3, 3; 6, 30, by three: the first and the last batch have a long row.
     assert [len(counts) for counts in package.ran] == [3] and max(package.ran[0]) <= 11
     assert sum(package.prefilled) == 5
@@ -231,8 +231,8 @@ def test_on_a_gpu_rows_run_whole_and_share_histories(monkeypatch):
     package.description.device = "cpu"
     expected = Predictor(package).table(table)
     for name in package.description.outputs:
-        one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (actual, expected))
-        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+        got, want = (side[name].combine_chunks().flatten().to_numpy() for side in (actual, expected))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     # 8 users, the first and the last of them with 30 candidates: in 3 pieces.
     assert sum(len(batch.uih_lengths) for batch in batches) == 12
 

@@ -162,10 +162,12 @@ class Items:
         else:
             of_items = self.vectors @ query.double().numpy()
         scores = dict(zip(self.ids, of_items, strict=True))
-        best = sorted((score for one, score in scores.items() if one not in seen), reverse=True)[: self.top_k]
+        best = sorted((score for item, score in scores.items() if item not in seen), reverse=True)[
+            : self.top_k
+        ]
         assert len(set(answer[self.item]) - seen) == len(answer[self.item]) == self.top_k
         np.testing.assert_allclose(answer["score"], best, **self.close)
-        np.testing.assert_allclose([scores[one] for one in answer[self.item]], best, **self.close)
+        np.testing.assert_allclose([scores[item] for item in answer[self.item]], best, **self.close)
         if self.scored:
             codes = dict(zip(self.ids, self.vectors.tolist(), strict=True))
-            assert answer["codes"] == [codes[one] for one in answer[self.item]]
+            assert answer["codes"] == [codes[item] for item in answer[self.item]]

@@ -133,8 +133,8 @@ def test_a_two_tower_run_goes_on_with_the_same_items_only(tmp_path, caplog):
         chosen = ["train.num_epochs=", f"train.num_steps={step}", "train.schedule.warmup_steps=0"]
         chosen += [f"data.item_file='{path}'", "data.num_workers=0", "train.evaluation.max_batches=1"]
         given = ["--config", "configs/movielens_small_two_tower.config", "--run-dir", str(tmp_path / "run")]
-        for one in chosen:
-            given += ["--set", one]
+        for command in chosen:
+            given += ["--set", command]
         return train_command.main(given)
 
     assert train_to(1, items) == 0

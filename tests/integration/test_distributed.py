@@ -99,11 +99,11 @@ def uneven(folder) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def jobs(folder, uneven) -> dict[str, list[str]]:
     """Overrides of each run by name, for one process."""
-    found = {name: [*STILL, *extra] for name, extra in VARIANTS.items()}
-    found["retriever"] = [*RETRIEVER]
-    found["uneven"] = [*STILL, *uneven]
-    found["uneven_rows"] = [*STILL, *uneven, *OVER_ROWS]
-    return found
+    settings = {name: [*STILL, *extra] for name, extra in VARIANTS.items()}
+    settings["retriever"] = [*RETRIEVER]
+    settings["uneven"] = [*STILL, *uneven]
+    settings["uneven_rows"] = [*STILL, *uneven, *OVER_ROWS]
+    return settings
 
 
 DRAWN_WHOLE = {"mixed": 1000}
@@ -162,10 +162,10 @@ def rows_in_another_order(folder: Path) -> list[str]:
     ]
 
 
-def assert_same_tensors(one: Path, other: Path) -> None:
-    expected, found = tensors(one), tensors(other)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+def assert_same_tensors(alone: Path, together: Path) -> None:
+    expected, actual = tensors(alone), tensors(together)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "uneven", "uneven_rows"])
@@ -173,12 +173,12 @@ def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, na
     monkeypatch.setattr(table_values, "DRAWN_WHOLE", DRAWN_WHOLE.get(name, table_values.DRAWN_WHOLE))
     assert train(folder / "one" / name, *jobs[name]) == 0
     for kind in ("train", "evaluation"):
-        expected, found = records(folder / "one" / name, kind), records(two_ranks / name, kind)
-        assert sorted(expected) == sorted(found) != []
+        expected, actual = records(folder / "one" / name, kind), records(two_ranks / name, kind)
+        assert sorted(expected) == sorted(actual) != []
         for step in expected:
             numbers = [
                 x["metrics"] if kind == "evaluation" else x["losses"] | {"norm": x["grad_norm"]}
-                for x in (expected[step], found[step])
+                for x in (expected[step], actual[step])
             ]
             assert numbers[1] == pytest.approx(numbers[0], rel=1e-6, nan_ok=True)
 
@@ -197,31 +197,31 @@ def test_a_divided_catalogue_has_the_losses_of_one_process(folder, two_ranks, jo
 
 def test_slices_and_bins_are_those_of_one_process(folder, two_ranks, jobs):
     assert train(folder / "one" / "uneven", *jobs["uneven"]) == 0
-    expected, found = (
+    expected, actual = (
         records(folder / "one" / "uneven", "diagnostics"),
         records(two_ranks / "uneven", "diagnostics"),
     )
-    assert sorted(expected) == sorted(found) != []
+    assert sorted(expected) == sorted(actual) != []
     for step in expected:
-        for one, other in zip(expected[step]["slices"], found[step]["slices"], strict=True):
+        for want, got in zip(expected[step]["slices"], actual[step]["slices"], strict=True):
             numbers = [
                 {name: -1.0 if value is None else value for name, value in x.pop("metrics").items()}
-                for x in (one, other)
+                for x in (want, got)
             ]
             assert numbers[1] == pytest.approx(numbers[0], rel=1e-6)
-            assert other == one
-        bins = [x["calibration"]["is_click"] for x in (expected[step], found[step])]
-        assert [one["candidates"] for one in bins[1]] == [one["candidates"] for one in bins[0]]
+            assert got == want
+        bins = [x["calibration"]["is_click"] for x in (expected[step], actual[step])]
+        assert [entry["candidates"] for entry in bins[1]] == [entry["candidates"] for entry in bins[0]]
         for name in ("predicted", "observed"):
-            values = [[one[name] for one in own] for own in bins]
+            values = [[entry[name] for entry in entries] for entries in bins]
             assert values[1] == pytest.approx(values[0], rel=1e-6)
 
 
 def test_a_run_goes_on_with_more_ranks(folder, two_ranks):
-    one = folder / "one" / "grown" / "checkpoints"
-    assert_same_tensors(one / "step-00000008", two_ranks / "copy" / "step-00000008")
+    states = folder / "one" / "grown" / "checkpoints"
+    assert_same_tensors(states / "step-00000008", two_ranks / "copy" / "step-00000008")
     assert sorted(records(folder / "one" / "grown")) == list(range(1, 13))
-    progress = checkpoint.read_state(one / "step-00000012").progress
+    progress = checkpoint.read_state(states / "step-00000012").progress
     assert progress.next_batch == 8 * 1 + 4 * 2
 
 
@@ -287,11 +287,11 @@ def test_evaluate_on_two_ranks_finds_what_one_process_finds(two_ranks):
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     for process in [start_command("evaluate", *chosen, RANK=rank, **shared) for rank in "01"]:
         finish(process)
-    found = json.loads(written.read_text())
+    plan = json.loads(written.read_text())
     assert evaluate(*chosen) == 0
     expected = json.loads(written.read_text())
-    assert found.pop("metrics") == pytest.approx(expected.pop("metrics"), rel=1e-6)
-    assert found == expected
+    assert plan.pop("metrics") == pytest.approx(expected.pop("metrics"), rel=1e-6)
+    assert plan == expected
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_thousands_of_candidates_are_scored_as_they_would_be_alone(ranker, tmp_p
     row = rows.slice(0, 1).to_pylist()[0]
     pool = rows.slice(0, 1300).to_pylist()
     for name in lists:
-        row[name] = [value for other in pool for value in other[name]]
+        row[name] = [value for donor in pool for value in donor[name]]
     row["candidate_timestamps"] = [row["request_time"]] * len(row["candidate_item_id"])
     count = len(row["candidate_item_id"])
     assert count > 1024
@@ -328,8 +328,8 @@ def test_a_package_has_the_vectors_of_all_items_and_makes_those_of_new_ones(retr
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
     package = Package(retriever.package)
     described = pq.read_table(ROOT / "tests/data/movielens/items.parquet")
-    place = {one: number for number, one in enumerate(listed.to_pylist())}
-    order = [place[one] for one in described["item_id"].to_pylist()]
+    place = {item: number for number, item in enumerate(listed.to_pylist())}
+    order = [place[item] for item in described["item_id"].to_pylist()]
     np.testing.assert_allclose(package.item_vectors(described).numpy(), vectors[order], atol=1e-5)
     new = pa.table({"item_id": [10**9, 10**9], "genres": [["Comedy"], []], "year": [1994, None]})
     made = package.item_vectors(new).numpy()
@@ -388,7 +388,7 @@ def test_with_a_cache_predictions_are_the_same(ranker, tmp_path):
     lists = [name for name in rows.column_names if name.startswith("candidate_")]
     long, pool = rows.slice(3, 1).to_pylist()[0], rows.slice(0, 1000).to_pylist()
     for name in lists:
-        long[name] = [value for other in pool for value in other[name]]
+        long[name] = [value for donor in pool for value in donor[name]]
     long["candidate_timestamps"] = [long["request_time"]] * len(long["candidate_item_id"])
     parts = [
         long | {name: long[name][n : n + 7] for name in lists} | {"request_id": n} for n in range(0, 70, 7)
@@ -399,8 +399,8 @@ def test_with_a_cache_predictions_are_the_same(ranker, tmp_path):
     actual = predict(package, path, tmp_path / "cached", *few)
     expected = predict(ranker.package, path, tmp_path / "whole")
     for name in expected.column_names:
-        for one, two in zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True):
-            assert one == (pytest.approx(two, abs=1e-5) if name in ("is_click", "watch_time") else two)
+        for got, want in zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True):
+            assert got == (pytest.approx(want, abs=1e-5) if name in ("is_click", "watch_time") else want)
     damaged = bytearray((package / "weights.safetensors").read_bytes())
     damaged[-1] ^= 1
     (package / "weights.safetensors").write_bytes(damaged)

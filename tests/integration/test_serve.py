@@ -57,9 +57,9 @@ def predicted(exported, folder, count: int) -> SimpleNamespace:
     return SimpleNamespace(rows=table.to_pylist(), answers=pq.read_table(folder / "out").to_pylist())
 
 
-def same(found: list[dict], expected: list[dict]) -> bool:
+def same(rows: list[dict], expected: list[dict]) -> bool:
     """Equal rows; scores to 1e-6, since sums may be divided in another way in a batch of another size."""
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(rows, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             is_score = isinstance(value, list) and value and isinstance(value[0], float)
@@ -119,8 +119,8 @@ def test_recommendations_are_those_of_predict(retriever, tmp_path):
     wanted = predicted(retriever, tmp_path, 12)
     with serving(retriever.package) as running:
         asked = rows_for(running.client, wanted.rows)
-        found = running.client.post("/recommend", json={"rows": asked}).json()["rows"]
-        assert same(found, wanted.answers)
+        rows = running.client.post("/recommend", json={"rows": asked}).json()["rows"]
+        assert same(rows, wanted.answers)
         # Requests with another k, at the same time.
         with ThreadPoolExecutor(6) as threads:
             ask = lambda k: running.client.post("/recommend", json={"rows": asked, "k": k})  # noqa: E731
@@ -179,8 +179,8 @@ def change(row: dict, name: str, value: object) -> str:
 def test_a_bad_row_is_told_by_field_and_row(server, rows, name, value, field, message):
     answer = server.client.post("/score", content=change(rows[0], name, value))
     assert answer.status_code == 422, answer.text
-    found = answer.json()["findings"][0]
-    assert found["field"] == field and message in found["message"]
+    finding = answer.json()["findings"][0]
+    assert finding["field"] == field and message in finding["message"]
     assert "bad_rows" not in answer.text and "Correct the file" not in answer.text
 
 

@@ -43,7 +43,7 @@ def test_what_runs_passes(resolved, backend):
 def test_every_group_of_layers_with_its_own_mask_is_asked_about(resolved):
     groups = "[{num_layers: 2}, {num_layers: 1 mask {window: 4}}, {num_layers: 3}]"
     actual = list(_uses(resolved(RANKER, f"{HSTU_PATH}.layer_groups={groups}"), "cpu"))
-    assert [one.facts.mask.window for one in actual] == [None, 4]
+    assert [use.facts.mask.window for use in actual] == [None, 4]
 
 
 @pytest.mark.parametrize("precision", ["FP32", "BF16"])

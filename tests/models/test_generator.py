@@ -62,7 +62,7 @@ def test_rows_of_the_table_have_the_codes_of_their_items(pipeline, folder, model
     ids = pq.read_table(folder / "bundle" / "codes.parquet").to_pylist()
     by_id = {row["item_id"]: (*row["codes"], row["digit"]) for row in ids}
     original = mappings(pipeline)["item_id"].original(np.arange(1, 21)).to_pylist()
-    assert [tuple(code) for code in codes.tolist()] == [by_id[one] for one in original]
+    assert [tuple(code) for code in codes.tolist()] == [by_id[item] for item in original]
     assert model.codes[0].tolist() == [-1, -1, -1] and (model.codes[1:].numpy() == codes).all()
 
 
@@ -127,11 +127,11 @@ def test_ranks_of_a_beam_are_exact_as_far_as_it_reaches(model, pipeline):
     assert torch.equal(wide.ranks(wide(batch), batch), exact)
     narrow = with_beam(model, pipeline, 3)
     ranks = narrow.ranks(narrow(batch), batch)
-    found = narrow.score(batch).items
+    best = narrow.score(batch).items
     targets = [(row, item) for row, n in enumerate(batch.num_candidates.tolist()) for item in range(n)]
     items = batch.ids["candidate_item_id"].values().tolist()
     for (row, _), item, rank in zip(targets, items, ranks.tolist(), strict=True):
-        kept = found[row].tolist()
+        kept = best[row].tolist()
         assert rank == (1 + kept.index(item - 1) if item - 1 in kept and item else 21)
     assert set(ranks.tolist()) <= {1, 2, 3, 21}
 
@@ -142,11 +142,11 @@ def test_the_recall_of_beams_is_their_share_of_the_exactly_best_items(model, pip
     batch = batch_of(pipeline, random_rows(pipeline, [*SIZES, (6, 0), (4, 0), (5, 0)]))
     seen = [set(row.tolist()) for row in batch.seen.split(batch.seen_layout.lengths.tolist())]
     hits = wanted = 0
-    for row, (scores, found) in enumerate(
+    for row, (scores, items) in enumerate(
         zip(model.score(batch).tolist(), searching.score(batch).items.tolist(), strict=True)
     ):
         best = sorted((k for k in range(20) if k + 1 not in seen[row]), key=lambda k, s=scores: -s[k])[:3]
-        hits, wanted = hits + len({*best} & {*found[:3]}), wanted + len(best)
+        hits, wanted = hits + len({*best} & {*items[:3]}), wanted + len(best)
     assert 0 < hits < wanted
     counts = {name: pair.tolist() for name, pair in searching.exact_recall(batch).items()}
     names = [f"recall@3/beam_{width}" for width in (3, 20, 50, 200, 512)]
@@ -183,13 +183,13 @@ def test_predictions_hold_original_ids_codes_and_scores_of_unseen_items(model, p
     exact = Predictor(EagerPackage(model)).table(table).to_pydict()
     searching = Predictor(EagerPackage(with_beam(model, pipeline, 10)))
     assert searching.most_items == 10 and Predictor(EagerPackage(model)).most_items == 20
-    found = searching.table(table).to_pydict()
-    assert found["item_id"] == exact["item_id"] and found["codes"] == exact["codes"]
-    for row, items in enumerate(found["item_id"]):
+    answer = searching.table(table).to_pydict()
+    assert answer["item_id"] == exact["item_id"] and answer["codes"] == exact["codes"]
+    for row, items in enumerate(answer["item_id"]):
         assert len(items) == min(10, 20 - len({*histories[row]} & {*range(100, 120)}))
-        assert found["score"][row] == pytest.approx(exact["score"][row], abs=1e-5)
+        assert answer["score"][row] == pytest.approx(exact["score"][row], abs=1e-5)
         rows = mappings(pipeline)["item_id"].map(pa.array(items, pa.int64()))
-        assert found["codes"][row] == model.codes[rows].tolist()
+        assert answer["codes"][row] == model.codes[rows].tolist()
 
 
 def undecided(pipeline, **vocabulary):
@@ -228,10 +228,10 @@ def test_what_a_beam_cannot_do_is_said_before_the_model_is_built(pipeline):
 
 
 def test_the_future_does_not_reach_the_past(model, pipeline):
-    row, other = random_row(pipeline, 6, 1), random_row(pipeline, 6, 1, seed=9)
+    row, neighbor = random_row(pipeline, 6, 1), random_row(pipeline, 6, 1, seed=9)
     before = model(batch_of(pipeline, [row]))
     for cut in range(1, 6):
-        after = model(batch_of(pipeline, [with_another_future(row, other, cut)]))
+        after = model(batch_of(pipeline, [with_another_future(row, neighbor, cut)]))
         assert torch.equal(after.states[:cut], before.states[:cut])
         assert torch.equal(after.losses[: cut - 1], before.losses[: cut - 1])
         assert not torch.isclose(after.states[cut:], before.states[cut:]).all(1).any()

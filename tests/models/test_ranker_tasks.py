@@ -68,16 +68,16 @@ def test_losses_over_rows_are_weighted_sums(model, pipeline, rows):
         for (*z, s), y, y_share in zip(scored, row.labels["like"], row.labels["share"], strict=True):
             y = int(y)
             rivals = [
-                math.exp(other[y])
-                for other, label in zip(scored, row.labels["like"], strict=True)
+                math.exp(score[y])
+                for score, label in zip(scored, row.labels["like"], strict=True)
                 if label != y
             ]
             by_class = log1p_exp(z[1 - y] - z[y])
             like += row.weight * (0.25 * by_class + 0.75 * (math.log(sum(rivals) + math.exp(z[y])) - z[y]))
             sign = 1 if y_share else -1
             pairs = [
-                log1p_exp(-sign * (s - other[2]))
-                for other, label in zip(scored, row.labels["share"], strict=True)
+                log1p_exp(-sign * (s - score[2]))
+                for score, label in zip(scored, row.labels["share"], strict=True)
                 if label != y_share
             ]
             mean = sum(pairs) / len(pairs) if pairs else 0.0

@@ -27,9 +27,9 @@ def ranks(queries, items, targets, seen, max_scores=10**6):
         queries,
         items,
         targets=flat,
-        num_targets=torch.tensor([len(one) for one in targets]),
+        num_targets=torch.tensor([len(items) for items in targets]),
         removed=torch.tensor(sum(seen, []), dtype=torch.int64),
-        removed_layout=SequenceLayout(torch.tensor([len(one) for one in seen])),
+        removed_layout=SequenceLayout(torch.tensor([len(items) for items in seen])),
         missed=torch.tensor(
             [item in row for row, wanted in zip(seen, targets, strict=True) for item in wanted]
         ).bool(),

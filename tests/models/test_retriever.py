@@ -65,9 +65,9 @@ def test_a_row_is_answered_alike_alone_and_in_a_batch(model, pipeline):
 def test_the_future_does_not_reach_the_past(model, pipeline):
     row = random_row(pipeline, 6, 1)
     before = model(batch_of(pipeline, [row])).queries
-    other = random_row(pipeline, 6, 1, seed=9)
+    neighbor = random_row(pipeline, 6, 1, seed=9)
     for cut in range(1, 6):
-        after = model(batch_of(pipeline, [with_another_future(row, other, cut)])).queries
+        after = model(batch_of(pipeline, [with_another_future(row, neighbor, cut)])).queries
         assert torch.equal(after[:cut], before[:cut])
         assert not torch.isclose(after[cut:], before[cut:]).all(1).any()
 
@@ -106,8 +106,8 @@ def test_later_events_may_be_missing(model, pipeline):
 
 def test_the_candidate_does_not_reach_the_query(model, pipeline):
     rows = random_rows(pipeline, SIZES)
-    other = [row.changed(candidate_item_id=[20] * len(row.candidate_timestamps)) for row in rows]
-    assert torch.equal(model.query(batch_of(pipeline, rows)), model.query(batch_of(pipeline, other)))
+    changed = [row.changed(candidate_item_id=[20] * len(row.candidate_timestamps)) for row in rows]
+    assert torch.equal(model.query(batch_of(pipeline, rows)), model.query(batch_of(pipeline, changed)))
 
 
 def test_the_query_is_the_last_position_and_zero_without_history(model, pipeline):
@@ -123,9 +123,9 @@ def test_item_vectors_are_the_table_without_its_unknown_row(model, pipeline):
     batch = batch_of(pipeline, random_rows(pipeline, SIZES))
     torch.testing.assert_close(model.item_vectors(batch), normalize(table(model)[1:], dim=1))
     plain = pipeline_of(RETRIEVER, "model { retriever { l2_normalize: false } }")
-    other = build(plain)
+    untouched = build(plain)
     torch.testing.assert_close(
-        other.item_vectors(batch_of(plain, random_rows(plain, SIZES))), table(other)[1:]
+        untouched.item_vectors(batch_of(plain, random_rows(plain, SIZES))), table(untouched)[1:]
     )
 
 
@@ -203,7 +203,7 @@ def test_in_batch_negatives_are_the_drawn_and_the_distinct_items_of_the_batch(we
     pipeline = pipeline_of(TWO_TOWER) if two_tower else pipeline_of(RETRIEVER, IN_BATCH)
     model, rows = build(pipeline), weighted_rows(pipeline)
     batch = batch_of(pipeline, rows, NEGATIVES)
-    known = sorted({one for row in rows for one in row.values["uih_item_id"] if one})
+    known = sorted({item for row in rows for item in row.values["uih_item_id"] if item})
     negatives = [*NEGATIVES, *known]
     log_weights = torch.randn(len(negatives)) if weighted else torch.zeros(len(negatives))
     if weighted:
@@ -219,8 +219,8 @@ def test_in_batch_negatives_are_the_drawn_and_the_distinct_items_of_the_batch(we
                 query = outputs.queries[n].detach()
                 others = [k for k, item in enumerate(negatives) if item != ids[i + 1]]
                 scores = [float(query @ vectors[negatives[k]]) / 0.05 + float(log_weights[k]) for k in others]
-                own = float(query @ vectors[ids[i + 1]]) / 0.05
-                total += row.weight * (math.log(sum(map(math.exp, [own, *scores]))) - own)
+                true_score = float(query @ vectors[ids[i + 1]]) / 0.05
+                total += row.weight * (math.log(sum(map(math.exp, [true_score, *scores]))) - true_score)
                 count += row.weight
             n += 1
     assert losses.sums.item() == pytest.approx(total, rel=1e-4)
@@ -322,8 +322,8 @@ def test_an_evaluation_looks_the_catalogue_up_once(change):
     model = build(pipeline)
     batches = [batch_of(pipeline, random_rows(pipeline, SIZES[:n])) for n in (3, 1, 5)]
     expected = [model(batch) for batch in batches]
-    ranks = torch.cat([model.ranks(one, batch) for one, batch in zip(expected, batches, strict=True)])
-    losses = [model.objective(one, batch) for one, batch in zip(expected, batches, strict=True)]
+    ranks = torch.cat([model.ranks(outputs, batch) for outputs, batch in zip(expected, batches, strict=True)])
+    losses = [model.objective(outputs, batch) for outputs, batch in zip(expected, batches, strict=True)]
     looked_up = []
     model.embed.register_forward_pre_hook(
         lambda _, given: looked_up.append(given[0].ids["negatives"].values().tolist())
@@ -331,7 +331,7 @@ def test_an_evaluation_looks_the_catalogue_up_once(change):
     actual = evaluate(model, SimpleNamespace(epoch=lambda _: iter(batches)), torch.device("cpu"))
     assert looked_up == [batches[0].ids["negatives"].values().tolist(), [], []]
     assert actual["mrr"] == pytest.approx((1 / ranks).mean().item())
-    sums, counts = (sum(getattr(one, name).item() for one in losses) for name in ("sums", "counts"))
+    sums, counts = (sum(getattr(loss, name).item() for loss in losses) for name in ("sums", "counts"))
     assert actual["loss"] == pytest.approx(sums / counts)
 
 

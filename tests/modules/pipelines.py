@@ -249,15 +249,15 @@ def generator_pipeline(folder: Path, codes: np.ndarray, more: str = "") -> pb.Pi
     return pipeline_of(text + more, f'model {{ generator {{ bundle: "{folder}/bundle" }} }}')
 
 
-def with_another_future(row: Row, other: Row, cut: int) -> Row:
+def with_another_future(row: Row, later: Row, cut: int) -> Row:
     """Row with its first `cut` events and those of another row after them; of the later times only the next
     event's stays, which is known when its request comes.
     """
     return row.changed(
-        uih_item_id=row.values["uih_item_id"][:cut] + other.values["uih_item_id"][cut:],
+        uih_item_id=row.values["uih_item_id"][:cut] + later.values["uih_item_id"][cut:],
         uih_actions=row.uih_actions[:cut] + [1 - action % 2 for action in row.uih_actions[cut:]],
-        uih_timestamps=row.uih_timestamps[: cut + 1] + other.uih_timestamps[cut + 1 :],
-        request_time=other.request_time,
+        uih_timestamps=row.uih_timestamps[: cut + 1] + later.uih_timestamps[cut + 1 :],
+        request_time=later.request_time,
     )
 
 
@@ -296,17 +296,17 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
         members = [_members(channel, row) for row in rows]
         starts = [sum(map(len, (row.uih_timestamps for row in rows[:n]))) for n in range(len(rows))]
         channels[channel.name] = _ints(
-            [start + i for start, own in zip(starts, members, strict=True) for i in own]
+            [start + i for start, events in zip(starts, members, strict=True) for i in events]
         )
-        channel_lengths[channel.name] = _ints([len(own) for own in members])
+        channel_lengths[channel.name] = _ints([len(events) for events in members])
     if model_of(pipeline).item_feature is not None:
         count = features.table_rows(features.searched_item(pipeline))
         shared = {features.NEGATIVES: list(range(1, count)) if negatives is None else list(negatives)}
         if features.samples_negatives(pipeline):
             history = f"uih_{model_of(pipeline).item_feature}"
-            seen = {one for row in rows for one in row.values[history] if one > 0}
+            seen = {item for row in rows for item in row.values[history] if item > 0}
             shared[features.BATCH_ITEMS] = sorted(seen) if negatives is not None else []
-        known = [catalogue_item(pipeline, item) for own in shared.values() for item in own]
+        known = [catalogue_item(pipeline, item) for items in shared.values() for item in items]
         for column in features.columns(pipeline, pb.ITEM):
             entries = [item[column.name] for item in known]
             if column.table is None:
@@ -316,10 +316,10 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
                 counts[column.name] = _ints([len(entry) for entry in entries])
                 entries = sum(entries, [])
             shared[column.name] = entries
-        for name, own in shared.items():
+        for name, known_items in shared.items():
             keys.append(name)
-            values += own
-            lengths += [len(own)] + [0] * (len(rows) - 1)
+            values += known_items
+            lengths += [len(known_items)] + [0] * (len(rows) - 1)
     seen = [row.values.get("uih_item_id", []) for row in rows]
     wanted = [row.values.get("candidate_item_id", []) for row in rows]
     repeated = [item in known for items, known in zip(wanted, seen, strict=True) for item in items]

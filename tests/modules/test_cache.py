@@ -17,9 +17,9 @@ def test_columns_of_a_joined_projection(dtype, heads, width, count):
         actual = copy_rows(given, room[:count])
         assert count == 0 or actual.data_ptr() == room.data_ptr()
         assert torch.equal(room[:count], given) and not room[count:].any()
-        own = copied(given)
-        assert torch.equal(own, given) and own.is_contiguous()
-        assert count == 0 or own.untyped_storage().nbytes() == own.nbytes
+        copy = copied(given)
+        assert torch.equal(copy, given) and copy.is_contiguous()
+        assert count == 0 or copy.untyped_storage().nbytes() == copy.nbytes
 
 
 def test_tensors_of_any_shape():

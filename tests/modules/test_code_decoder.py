@@ -91,9 +91,9 @@ def test_the_probabilities_of_all_possible_codes_add_up_to_one():
 def test_an_item_is_the_sum_of_its_codes_and_an_unknown_item_has_rows_of_its_own():
     embed = CodeEmbedding(SIZES, WIDTH, 1.0)
     weight = embed.table.weight
-    found = embed(torch.tensor([[1, 2, 5, 0], [-1, -1, -1, -1]]))
-    torch.testing.assert_close(found[0], weight[1] + weight[5 + 2] + weight[9 + 5] + weight[15])
-    torch.testing.assert_close(found[1], 4 * weight[17])
+    vectors = embed(torch.tensor([[1, 2, 5, 0], [-1, -1, -1, -1]]))
+    torch.testing.assert_close(vectors[0], weight[1] + weight[5 + 2] + weight[9 + 5] + weight[15])
+    torch.testing.assert_close(vectors[1], 4 * weight[17])
 
 
 def found_by_sorting(scores, seen, width):
@@ -127,14 +127,14 @@ def test_a_beam_as_wide_as_the_catalogue_finds_what_sorting_all_scores_finds(wid
     states = torch.randn(3, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         scores = exact(made, states, codes)
-        found = beam_search(made, CodeTrie(codes, SIZES), states, width, some_seen(seen))
-    assert found.items.shape == (3, 60)
+        best = beam_search(made, CodeTrie(codes, SIZES), states, width, some_seen(seen))
+    assert best.items.shape == (3, 60)
     for row, items in enumerate(found_by_sorting(scores, seen, 60)):
         padding = [-1] * (60 - len(items))
-        assert found.items[row].tolist() == items + padding
-        assert (found.scores[row, len(items) :] == -torch.inf).all()
+        assert best.items[row].tolist() == items + padding
+        assert (best.scores[row, len(items) :] == -torch.inf).all()
         expected = scores[row, items]
-        torch.testing.assert_close(found.scores[row, : len(items)].double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(best.scores[row, : len(items)].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def prefixes_in_a_loop(made, state, codes, seen, width):
@@ -154,10 +154,10 @@ def test_a_narrow_beam_keeps_the_best_prefixes_with_an_item_left(width):
     seen = [[], [item for item, code in enumerate(codes) if code[0] != 2 or code[1] == 1][1:], [5, 5]]
     states = torch.randn(3, WIDTH, dtype=torch.float64)
     with torch.no_grad():
-        found = beam_search(made, CodeTrie(codes, SIZES), states, width, some_seen(seen))
+        best = beam_search(made, CodeTrie(codes, SIZES), states, width, some_seen(seen))
         for row, state in enumerate(states):
             expected = prefixes_in_a_loop(made, state, codes, seen[row], width)
-            items = [item for item in found.items[row].tolist() if item >= 0]
+            items = [item for item in best.items[row].tolist() if item >= 0]
             assert [tuple(codes[item]) for item in items] == expected
             assert len(items) == min(width, 60 - len(set(seen[row])))
 
@@ -167,8 +167,8 @@ def test_of_equal_scores_the_first_in_the_order_of_codes_is_found():
     for parameter in made.parameters():
         torch.nn.init.zeros_(parameter)
     with torch.no_grad():
-        found = beam_search(made, CodeTrie(codes, SIZES), torch.zeros(1, WIDTH).double(), 7, some_seen([[]]))
-    assert [tuple(codes[item]) for item in found.items[0]] == sorted(map(tuple, codes.tolist()))[:7]
+        best = beam_search(made, CodeTrie(codes, SIZES), torch.zeros(1, WIDTH).double(), 7, some_seen([[]]))
+    assert [tuple(codes[item]) for item in best.items[0]] == sorted(map(tuple, codes.tolist()))[:7]
 
 
 @pytest.mark.parametrize("at_a_time", [3, 2048])
@@ -209,9 +209,9 @@ def test_a_beam_on_cuda_finds_what_it_finds_on_a_cpu_and_is_recorded_in_a_graph(
         beam_search(made, trie, given, 9, seen)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = beam_search(made, trie, given, 9, seen)
+            best = beam_search(made, trie, given, 9, seen)
         for state, on_host in zip(states, expected, strict=True):
             given.copy_(state)
             graph.replay()
-            assert torch.equal(found.items.cpu(), on_host.items)
-            torch.testing.assert_close(found.scores.cpu(), on_host.scores)
+            assert torch.equal(best.items.cpu(), on_host.items)
+            torch.testing.assert_close(best.scores.cpu(), on_host.scores)

@@ -64,9 +64,9 @@ def test_gradients_are_those_of_the_loop(module):
     inputs = [x, *module.parameters()]
     actual = torch.autograd.grad(module(x, rows), inputs, cotangent)
     expected = torch.autograd.grad(row_by_row(module, x, rows), inputs, cotangent)
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other)
-        assert one.any()
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.any()
 
 
 def test_rows_without_a_difference_share_one_layer():

@@ -31,26 +31,26 @@ def by_hand(made: ItemEncoder, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_everything_goes_through_the_layers(count):
-    made, (own, known) = encoder(), items(count)
+    made, (vectors, known) = encoder(), items(count)
     assert made.layers[0].weight.shape == (6, 13)
-    expected = by_hand(made, torch.cat([own, known["catalogue_tags"], known["catalogue_price"]], dim=1))
-    torch.testing.assert_close(made(own, known), expected)
+    expected = by_hand(made, torch.cat([vectors, known["catalogue_tags"], known["catalogue_price"]], dim=1))
+    torch.testing.assert_close(made(vectors, known), expected)
 
 
 def test_without_its_embedding_an_item_is_its_features():
-    made, (own, known) = encoder("own_embedding: false"), items(5)
+    made, (vectors, known) = encoder("own_embedding: false"), items(5)
     expected = by_hand(made, torch.cat([known["catalogue_tags"], known["catalogue_price"]], dim=1))
-    torch.testing.assert_close(made(own, known), expected)
-    assert torch.equal(made(own, known), made(torch.zeros_like(own), known))
+    torch.testing.assert_close(made(vectors, known), expected)
+    assert torch.equal(made(vectors, known), made(torch.zeros_like(vectors), known))
 
 
 def test_residual_adds_features_to_the_embedding_and_starts_from_it():
-    made, (own, known) = encoder("residual: true"), items(5)
-    expected = own + by_hand(made, torch.cat([known["catalogue_tags"], known["catalogue_price"]], dim=1))
-    torch.testing.assert_close(made(own, known), expected)
+    made, (vectors, known) = encoder("residual: true"), items(5)
+    expected = vectors + by_hand(made, torch.cat([known["catalogue_tags"], known["catalogue_price"]], dim=1))
+    torch.testing.assert_close(made(vectors, known), expected)
     pipeline = pipeline_of(TWO_TOWER, "model { retriever { item_encoder { residual: true } } }")
     new = ItemEncoder(pipeline.model.retriever.item_encoder, pipeline=pipeline)
-    assert torch.equal(new(own, known), own)
+    assert torch.equal(new(vectors, known), vectors)
 
 
 def test_flops_are_those_of_the_layers():
@@ -61,6 +61,8 @@ def test_flops_are_those_of_the_layers():
 def test_one_linear_layer_when_no_layers_are_given():
     pipeline = pipeline_of(TWO_TOWER)
     pipeline.model.retriever.item_encoder.ClearField("mlp")
-    made, (own, known) = ItemEncoder(pipeline.model.retriever.item_encoder, pipeline=pipeline), items(4)
-    joined = torch.cat([own, known["catalogue_tags"], known["catalogue_price"]], dim=1)
-    torch.testing.assert_close(made(own, known), F.linear(joined, made.layers[0].weight, made.layers[0].bias))
+    made, (vectors, known) = ItemEncoder(pipeline.model.retriever.item_encoder, pipeline=pipeline), items(4)
+    joined = torch.cat([vectors, known["catalogue_tags"], known["catalogue_price"]], dim=1)
+    torch.testing.assert_close(
+        made(vectors, known), F.linear(joined, made.layers[0].weight, made.layers[0].bias)
+    )

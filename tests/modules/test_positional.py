@@ -47,9 +47,9 @@ def test_targets_alone_are_those_behind_their_history(fields, origin, num_positi
     times, values = torch.arange(13) + 1_700_000_000, torch.randn(13, WIDTH)
     whole = module(values, LAYOUT, times, times)[selection.index]
     behind = Prefix((LAYOUT.lengths - LAYOUT.num_targets)[None], LAYOUT.num_contextual, None)
-    own, values = times[selection.index], values[selection.index]
-    torch.testing.assert_close(module(values, selection.layout, own, own, behind), whole)
-    apart = module(values, selection.layout, own, own.clone(), behind)  # by the rules for any token
+    kept, values = times[selection.index], values[selection.index]
+    torch.testing.assert_close(module(values, selection.layout, kept, kept, behind), whole)
+    apart = module(values, selection.layout, kept, kept.clone(), behind)  # by the rules for any token
     torch.testing.assert_close(apart, whole)
 
 

@@ -79,7 +79,7 @@ def test_a_graph_can_be_used_twice():
     cotangent = torch.randn_like(output)
     first = torch.autograd.grad(output, [step.x, step.weight], cotangent, retain_graph=True)
     second = torch.autograd.grad(output, [step.x, step.weight], cotangent)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(got, want) for got, want in zip(first, second, strict=True))
 
 
 def test_it_is_made_in_the_autocast_state_of_the_forward_pass():

@@ -10,10 +10,12 @@ from recsys.ops import SequenceLayout
 def test_following_is_the_next_entry_of_the_same_list(lists):
     last = [100 + i for i in range(len(lists))]
     expected = [
-        one[i + 1] if i + 1 < len(one) else last[n] for n, one in enumerate(lists) for i in range(len(one))
+        entries[i + 1] if i + 1 < len(entries) else last[n]
+        for n, entries in enumerate(lists)
+        for i in range(len(entries))
     ]
     values = torch.tensor(sum(lists, []), dtype=torch.int64)
-    lengths = torch.tensor([len(one) for one in lists])
+    lengths = torch.tensor([len(entries) for entries in lists])
     assert following(values, lengths, torch.tensor(last)).tolist() == expected
 
 

@@ -94,8 +94,8 @@ def test_output_and_gradients_are_those_of_the_other_layer(form, rows, monkeypat
     x = torch.randn(rows, EMBEDDING, requires_grad=True)
     got, want = (results(layer, x, in_buffer, fused) for fused in (True, False))
     assert [last_backend(op) for op in ("norm_linear", "gated_norm")] == ["triton"] * 2
-    for one, other, exact in zip(got, want, exact_results(layer, x, in_buffer, monkeypatch), strict=True):
-        assert (one - exact).norm() <= 2 * (other - exact).norm() + 1e-5 * exact.norm()
+    for ours, theirs, exact in zip(got, want, exact_results(layer, x, in_buffer, monkeypatch), strict=True):
+        assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + 1e-5 * exact.norm()
 
 
 @interpreted
@@ -115,8 +115,8 @@ def test_with_attention_and_stochastic_depth(form):
         for layer.fused in (True, False):
             out = layer(x, attend, given)
             results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def node_results(layer, x, attend, fused, monkeypatch):
@@ -134,10 +134,10 @@ def test_one_node_is_the_layer_of_pytorchs_ops(form, monkeypatch):
     mask = AttentionMask(window=3)
     attend = partial(hstu_attend, problem=Problem(layout, mask, 0.4, 7.0))
     x = torch.randn(layout.total_len, EMBEDDING, requires_grad=True)
-    (got, one), (want, other) = (
+    (got, buffer), (want, wanted_buffer) = (
         node_results(layer, x, attend, fused, monkeypatch) for fused in (True, False)
     )
-    assert one and not other
+    assert buffer and not wanted_buffer
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
@@ -164,9 +164,11 @@ def test_what_one_node_keeps_is_seen_by_hooks():
     layer.fused = True
     attend = partial(hstu_attend, problem=Problem(layout, AttentionMask(), QK**-0.5, 9.0))
     x, seen = torch.randn(layout.total_len, EMBEDDING, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: seen.append(one) or one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor
+    ):
         layer(x, attend)
-    widths = [one.shape[1:] for one in seen if len(one) == layout.total_len]
+    widths = [tensor.shape[1:] for tensor in seen if len(tensor) == layout.total_len]
     assert torch.Size([EMBEDDING]) in widths and torch.Size([HEADS, QK]) in widths
 
 
@@ -195,8 +197,8 @@ def test_some_rows_are_those_of_the_whole_layer(form, scaled, fused):
     layer.fused = fused
     # The rows that nobody reads are zeros in the whole layer's gradients, too.
     got, want = (some_results(layer, x, layout, index, narrowed, scaled) for narrowed in (True, False))
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @interpreted
@@ -241,9 +243,9 @@ def test_a_buffer_joins_what_lies_in_its_place_and_what_does_not():
 
 def test_a_tensor_that_is_no_part_gets_memory_of_its_own():
     grad_buffer = GradientBuffer([2, 3, 4])
-    for other in (torch.randn(5, 2), torch.randn(5, 18)[:, :9], torch.randn(9, 5).t()):
-        place = grad_buffer.place(other)
-        assert place.shape == other.shape and place.is_contiguous()
+    for given in (torch.randn(5, 2), torch.randn(5, 18)[:, :9], torch.randn(9, 5).t()):
+        place = grad_buffer.place(given)
+        assert place.shape == given.shape and place.is_contiguous()
 
 
 @starts_it

@@ -49,8 +49,8 @@ def test_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(dim, activa
     theirs = results(layer, x, "reference", fused=False)
     exact = x.detach().double().requires_grad_()
     want = results(layer.double(), exact, "reference", fused=False, bf16=False)
-    for got, other, right in zip(ours, theirs, want, strict=True):
-        allowed = 2 * (other.double() - right).norm() + 1e-3 * right.norm()
+    for got, reference, right in zip(ours, theirs, want, strict=True):
+        allowed = 2 * (reference.double() - right).norm() + 1e-3 * right.norm()
         assert (got.double() - right).norm() <= allowed
 
 
@@ -107,6 +107,6 @@ def test_some_rows_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(d
     ours, theirs = results_of(x, "auto", True), results_of(x, "reference", False)
     layer.double()
     want = results_of(x.detach().double().requires_grad_(), "reference", False, bf16=False)
-    for got, other, right in zip(ours, theirs, want, strict=True):
-        allowed = 2 * (other.double() - right).norm() + 1e-3 * right.norm()
+    for got, reference, right in zip(ours, theirs, want, strict=True):
+        allowed = 2 * (reference.double() - right).norm() + 1e-3 * right.norm()
         assert (got.double() - right).norm() <= allowed

@@ -29,7 +29,10 @@ def random_batch(chance: random.Random, per_event: int) -> tuple[SequenceLayout,
     contextual, rows = chance.choice([0, 1, 3]), range(chance.randint(0, 5))
     events = [chance.choice([0, 0, 1, 7, 40]) for _ in rows]
     candidates = [chance.choice([0, 0, 1, 5, 30]) for _ in rows]
-    lengths = [contextual + per_event * one + other for one, other in zip(events, candidates, strict=True)]
+    lengths = [
+        contextual + per_event * num_events + num_candidates
+        for num_events, num_candidates in zip(events, candidates, strict=True)
+    ]
     layout = SequenceLayout(
         torch.tensor(lengths, dtype=torch.int64), torch.tensor(candidates, dtype=torch.int64), contextual
     )
@@ -88,8 +91,8 @@ def assert_equal_buckets(seed: int, device: str = "cpu") -> None:
         layout.to(device), moved[:, 0], moved[:, 2], rows, from_start=from_start, scale=chosen
     )
     assert len(actual) == len(wanted)
-    for one, other in zip(actual, wanted, strict=True):
-        assert torch.equal(one.cpu(), other), (scale, unit, buckets)
+    for got, want in zip(actual, wanted, strict=True):
+        assert torch.equal(got.cpu(), want), (scale, unit, buckets)
 
 
 @interpreted

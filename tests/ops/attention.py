@@ -78,11 +78,11 @@ def with_neighbours(given: Problem) -> Problem:
     )
 
 
-def assert_near(given: Problem, runner: Runner, own: float | None = None) -> harness.Compared:
+def assert_near(given: Problem, runner: Runner, floor: float | None = None) -> harness.Compared:
     """Not further from float64 than twice the reference in the same type, and `own` of the norm."""
-    if own is None:
-        own = 1e-5 if given.tensors["q"].dtype == torch.float32 else 2**-11  # of the fast sigmoid
-    return harness.assert_near(given, runner, floor=own, absolute=1e-12)
+    if floor is None:
+        floor = 1e-5 if given.tensors["q"].dtype == torch.float32 else 2**-11  # of the fast sigmoid
+    return harness.assert_near(given, runner, floor=floor, absolute=1e-12)
 
 
 def times_of(kind: str, total_len: int) -> list[torch.Tensor]:

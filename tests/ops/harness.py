@@ -69,18 +69,18 @@ needs_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
 def runners(*backends: str, interpreter: bool = True) -> list[Any]:
     """Parameters of a test, a `Runner` each: "reference" on the CPU, "triton" interpreted and on a GPU,
     "sm90" on a Hopper GPU."""
-    found = []
+    params = []
     for backend in backends:
         if backend == "reference":
-            found.append(pytest.param(REFERENCE, id="reference"))
+            params.append(pytest.param(REFERENCE, id="reference"))
         elif backend == "triton":
             if interpreter:
-                found.append(pytest.param(Runner("triton", "cpu"), id="interpreted", marks=interpreted))
-            found.append(pytest.param(Runner("triton", "cuda"), id="triton", marks=pytest.mark.gpu))
+                params.append(pytest.param(Runner("triton", "cpu"), id="interpreted", marks=interpreted))
+            params.append(pytest.param(Runner("triton", "cuda"), id="triton", marks=pytest.mark.gpu))
         else:
             marks = [pytest.mark.gpu, needs_hopper]
-            found.append(pytest.param(Runner(backend, "cuda"), id=backend, marks=marks))
-    return found
+            params.append(pytest.param(Runner(backend, "cuda"), id=backend, marks=marks))
+    return params
 
 
 def interpreter_test(file: str) -> Callable[[], None]:
@@ -137,7 +137,7 @@ def call(problem: Problem, runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
             return between_poison(value) if runner.is_interpreted and value.dim() else value
         if isinstance(value, SequenceLayout):  # one that is there already keeps what it has been asked for
             return value if value.device.type == runner.device else value.to(runner.device)
-        return [placed(one) for one in value] if isinstance(value, list) else value
+        return [placed(entry) for entry in value] if isinstance(value, list) else value
 
     leaves = {name: placed(tensor.detach()).requires_grad_() for name, tensor in problem.tensors.items()}
     options = {name: placed(value) for name, value in problem.options.items()}
@@ -159,7 +159,7 @@ def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], *, poisoned: 
         for index, out in enumerate(outputs)
     ]
     if poisoned:
-        cotangents = [between_poison(one) if one.dim() else one for one in cotangents]
+        cotangents = [between_poison(cotangent) if cotangent.dim() else cotangent for cotangent in cotangents]
     return list(torch.autograd.grad(list(outputs), list(leaves), cotangents))
 
 
@@ -168,13 +168,13 @@ def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], *, poisoned: 
 
 def assert_close(got: Sequence[Tensor], want: Sequence[Tensor], close: float) -> None:
     """Entry by entry, relative or absolute, in float64."""
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one.cpu().double(), other.cpu().double(), rtol=close, atol=close)
+    for actual, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(actual.cpu().double(), expected.cpu().double(), rtol=close, atol=close)
 
 
 def assert_equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     """Bit by bit."""
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(got, want, strict=True))
 
 
 def assert_is(problem: Problem, expected: Callable[..., Any], close: float = 1e-11) -> None:
@@ -228,18 +228,20 @@ def assert_as_near(
 ) -> list[Tensor]:
     """By norm an error may be twice that of the others in the same types, plus `floor` of the exact norm,
     plus `slack` an entry, plus `absolute`. Returns which entries are finite: the same ones in all."""
-    found = []
-    for got, other, want in zip(ours, theirs, exact, strict=True):
-        assert got.dtype == other.dtype and got.shape == other.shape
+    masks = []
+    for got, reference, want in zip(ours, theirs, exact, strict=True):
+        assert got.dtype == reference.dtype and got.shape == reference.shape
         finite = want.isfinite()
         assert torch.equal(got.isfinite(), finite)
-        found.append(finite)
-        got, other, want = (torch.where(finite, one.double(), 0.0) for one in (got, other, want))
-        other = torch.where(other.isfinite(), other, want)
-        allowed = 2 * (other - want).norm() + floor * want.norm() + absolute
+        masks.append(finite)
+        got, reference, want = (
+            torch.where(finite, numbers.double(), 0.0) for numbers in (got, reference, want)
+        )
+        reference = torch.where(reference.isfinite(), reference, want)
+        allowed = 2 * (reference - want).norm() + floor * want.norm() + absolute
         allowed += slack * want.numel() ** 0.5
         assert (got - want).norm() <= allowed, f"{(got - want).norm():.2e} > {allowed:.2e}"
-    return found
+    return masks
 
 
 # --- what else every backend must do -----------------------------------------------------------------------
@@ -297,7 +299,7 @@ def on_device(problem: Problem, runner: Runner) -> Problem:
 
     def moved(value: Any) -> Any:
         if isinstance(value, list):
-            return [moved(one) for one in value]
+            return [moved(entry) for entry in value]
         return value.to(runner.device) if isinstance(value, Tensor | SequenceLayout) else value
 
     tensors = {name: moved(tensor) for name, tensor in problem.tensors.items()}
@@ -354,8 +356,8 @@ def assert_traced(function: Callable[..., Any], *arguments: Tensor, kernels: int
 
     with set_wrap_triton_enabled(True):
         traced = make_fx(function, tracing_mode="symbolic")(*arguments)
-    found = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(found) == kernels and not isinstance(found[0].kwargs["grid"][0][0], int)
+    nodes = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert len(nodes) == kernels and not isinstance(nodes[0].kwargs["grid"][0][0], int)
 
 
 def opcheck(op: Any, arguments: tuple[Any, ...], *, differentiable: bool = False) -> None:

@@ -302,13 +302,13 @@ ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
 )
 def test_it_fits_and_accesses_are_wide(build, arguments, tmp_path):
     case = build(*arguments)
-    found = assemble(case.kernel, case.types, case.constants, tmp_path, other=case.other)
-    assert found.shared * case.programs <= SHARED_MEMORY
-    assert found.spills <= case.spills and "serializ" not in found.report, found.report
+    made = assemble(case.kernel, case.types, case.constants, tmp_path, other=case.other)
+    assert made.shared * case.programs <= SHARED_MEMORY
+    assert made.spills <= case.spills and "serializ" not in made.report, made.report
     if case.wide:
-        assert set(found.vectors) <= {64, 128} and found.vectors.count(128) >= case.wide
-    assert all(part in found.ptx for part in case.ptx)
-    assert not case.sass or all(part in found.sass for part in case.sass)
+        assert set(made.vectors) <= {64, 128} and made.vectors.count(128) >= case.wide
+    assert all(part in made.ptx for part in case.ptx)
+    assert not case.sass or all(part in made.sass for part in case.sass)
 
 
 # --- traced graphs ----------------------------------------------------------------------------------------

@@ -210,8 +210,8 @@ def test_a_compiled_graph_of_the_reference_is_traced_once(op):
 
 @on_gpus
 def test_the_same_bits_each_time_for_all_sizes_and_one_artefact(example, runner):
-    found = (name.rpartition(".") for name in example.kernels)
-    kernels = [getattr(importlib.import_module(f"recsys.ops.{module}"), name) for module, _, name in found]
+    names = (name.rpartition(".") for name in example.kernels)
+    kernels = [getattr(importlib.import_module(f"recsys.ops.{module}"), name) for module, _, name in names]
     harness.assert_same_bits_of_one_artefact([example.problem(n) for n in example.sizes], runner, *kernels)
 
 

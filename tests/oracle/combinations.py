@@ -114,14 +114,14 @@ def covering(combinations: list[Combination], strength: int) -> list[Combination
     """Some of them, in which every `strength` values of different axes of `AXES` come together, and every
     two of any axes."""
 
-    def parts(one: Combination) -> Iterator[tuple[tuple[str, str], ...]]:
-        yield from itertools.combinations([item for item in one.items() if item[0] in AXES], strength)
-        yield from itertools.combinations(one.items(), 2)
+    def parts(combination: Combination) -> Iterator[tuple[tuple[str, str], ...]]:
+        yield from itertools.combinations([item for item in combination.items() if item[0] in AXES], strength)
+        yield from itertools.combinations(combination.items(), 2)
 
-    missing = {part for one in combinations for part in parts(one)}
+    missing = {part for combination in combinations for part in parts(combination)}
     left, chosen = list(combinations), []
     while missing:
-        best = max(left, key=lambda one: len(missing.intersection(parts(one))))
+        best = max(left, key=lambda combination: len(missing.intersection(parts(combination))))
         left.remove(best)
         chosen.append(best)
         missing.difference_update(parts(best))
@@ -148,7 +148,9 @@ def pipeline(combination: Combination) -> pb.Pipeline:
     if text["channels"]:
         channels = CHANNELS
         stacks = zip(("click", "like or long"), (alike, text["stacks"]), strict=True)
-        stacks = [f"stacks {{ channel: '{channel}'  hstu {{ {own} {form} }} }}" for channel, own in stacks]
+        stacks = [
+            f"stacks {{ channel: '{channel}'  hstu {{ {settings} {form} }} }}" for channel, settings in stacks
+        ]
         mixer = f"mixture {{ {' '.join(stacks)} }}"
     preprocessor = f"content {{ hidden: 16 }} {ACTION} {text['placement']} {text['positional']} {channels}"
     return written(

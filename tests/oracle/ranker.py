@@ -73,9 +73,9 @@ class BruteForceRanker:
         if mixer.HasField("hstu"):
             return targets(stack.run(mixer.hstu, weights, sequences[0], self.sizes))
         outputs = []
-        for number, (one, tokens) in enumerate(zip(mixer.mixture.stacks, sequences, strict=True)):
-            own = weights.at("stacks", number)
-            outputs.append(targets(stack.run(one.hstu, own, tokens, self.sizes)))
+        for number, (channel_stack, tokens) in enumerate(zip(mixer.mixture.stacks, sequences, strict=True)):
+            stack_weights = weights.at("stacks", number)
+            outputs.append(targets(stack.run(channel_stack.hstu, stack_weights, tokens, self.sizes)))
         return [linear(weights.at("fuse"), concatenate(parts)) for parts in zip(*outputs, strict=True)]
 
     def postprocess(self, x: Tensor, time: int) -> Tensor:

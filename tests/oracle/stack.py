@@ -114,8 +114,8 @@ def layer(
     config: pb.HstuMixer, weights: Weights, number: int, tokens: list[Token], mask: Mask, sizes: Sizes
 ) -> list[Token]:
     """The tokens with what a layer makes of them."""
-    own, bias = weights.at("layers", number), weights.at("biases", number)
-    parts = [project(config, own, token.value) for token in tokens]
+    layer_weights, bias = weights.at("layers", number), weights.at("biases", number)
+    parts = [project(config, layer_weights, token.value) for token in tokens]
     num_contextual, num_history = count(tokens, "contextual"), count(tokens, "history")
     scale_len = given(config, "scale_len", sizes.max_seq_len)
     start = {"contextual": 0, "history": num_contextual, "target": num_contextual + num_history}
@@ -139,11 +139,13 @@ def layer(
     mixed = []
     for query, part in zip(tokens, parts, strict=True):
         attended = torch.zeros_like(part.v)
-        for key, other in zip(tokens, parts, strict=True):
+        for key, seen in zip(tokens, parts, strict=True):
             if sees(query, key, num_history, mask):
-                score = (part.q * other.k).sum(1) / math.sqrt(config.qk_dim) + bias_at(query, key)
-                attended = attended + silu(score)[:, None] / scale_len * other.v
-        mixed.append(query._replace(value=query.value + output(config, own, part.u, attended.flatten())))
+                score = (part.q * seen.k).sum(1) / math.sqrt(config.qk_dim) + bias_at(query, key)
+                attended = attended + silu(score)[:, None] / scale_len * seen.v
+        mixed.append(
+            query._replace(value=query.value + output(config, layer_weights, part.u, attended.flatten()))
+        )
     return mixed
 
 

@@ -165,13 +165,13 @@ def test_what_is_set_to_do_nothing_does_nothing(case: str):
 
 def test_a_tail_of_everything_does_nothing():
     groups = "layer_groups { num_layers: 1 } layer_groups { num_layers: 1 tail_len: 9 }"
-    one, all_of_it = build({}), pipeline(BASE)
+    single, all_of_it = build({}), pipeline(BASE)
     all_of_it.model.ranker.mixer.hstu.ClearField("num_layers")
     all_of_it.model.ranker.mixer.hstu.ClearField("mask")
     for text in (LENGTH, hstu(groups)):
         all_of_it.MergeFrom(models.written(text))
     actual = logits((models.build(all_of_it), all_of_it), SIZES)
-    torch.testing.assert_close(actual, logits(one, SIZES), rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, logits(single, SIZES), rtol=0, atol=1e-12)
 
 
 def test_a_channel_of_everything_is_the_only_sequence_of_a_row():

@@ -69,16 +69,20 @@ class Encoder:
         contextual = [Token("contextual", i, now, now, x) for i, x in enumerate(self.contextual(row))]
         history: list[Token] = []
         times = [row.uih_timestamps[event] for event in events]
-        for event, own, after in zip(events, times, [*times, now][1:], strict=True):
+        for event, time, after in zip(events, times, [*times, now][1:], strict=True):
             parts = [(self.content(row, pb.HISTORY, event), after)]
             if self.config.HasField("action"):
                 (content, _), action = parts[0], self.action(row, event)
-                parts = [(content, own), (action, after)] if self.interleaved else [(content + action, after)]
+                parts = (
+                    [(content, time), (action, after)] if self.interleaved else [(content + action, after)]
+                )
             for value, next_time in parts:
-                history.append(Token("history", len(history), own, next_time, value))
+                history.append(Token("history", len(history), time, next_time, value))
         targets = [
-            Token("target", i, one.time, one.time, one.content + self.weights["target_action"])
-            for i, one in enumerate(candidates)
+            Token(
+                "target", i, candidate.time, candidate.time, candidate.content + self.weights["target_action"]
+            )
+            for i, candidate in enumerate(candidates)
         ]
         tokens = [*contextual, *history, *targets]
         if not self.config.HasField("positional"):

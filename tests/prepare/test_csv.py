@@ -253,8 +253,8 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
     files = [path for path in sorted(first.rglob("*")) if path.is_file()]
     assert len(files) > 10
     for path in files:
-        other = second / path.relative_to(first)
-        assert path.read_bytes().replace(bytes(first), b"") == other.read_bytes().replace(bytes(second), b"")
+        copy = second / path.relative_to(first)
+        assert path.read_bytes().replace(bytes(first), b"") == copy.read_bytes().replace(bytes(second), b"")
 
 
 @pytest.mark.parametrize("arguments", [RANKING, RETRIEVAL])

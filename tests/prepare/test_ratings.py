@@ -63,18 +63,18 @@ def brute_force(ratings, *, gap=3600, size=16, validation=10, test=10, longest=i
     """
     made = {}
     for user in {rating[0] for rating in ratings if rating[0] % modulus == 0}:
-        own = sorted((r for r in ratings if r[0] == user), key=lambda rating: (rating[3], rating[4]))
+        rated = sorted((r for r in ratings if r[0] == user), key=lambda rating: (rating[3], rating[4]))
         split = {}
-        for place, rating in enumerate(own):
-            if place and rating[3] == own[place - 1][3]:
-                split[rating[4]] = split[own[place - 1][4]]
-            elif place >= len(own) * (100 - test) / 100:
+        for place, rating in enumerate(rated):
+            if place and rating[3] == rated[place - 1][3]:
+                split[rating[4]] = split[rated[place - 1][4]]
+            elif place >= len(rated) * (100 - test) / 100:
                 split[rating[4]] = "test"
             else:
-                begin = len(own) * (100 - test - validation) / 100
+                begin = len(rated) * (100 - test - validation) / 100
                 split[rating[4]] = "validation" if place >= begin else "train"
         blocks = []
-        for rating in own:
+        for rating in rated:
             last = blocks[-1] if blocks else None
             if (
                 last is None
@@ -86,7 +86,7 @@ def brute_force(ratings, *, gap=3600, size=16, validation=10, test=10, longest=i
             last.append(rating)
         for block in blocks:
             name = split[block[0][4]]
-            history = [rating for rating in own if rating[3] < block[0][3]]
+            history = [rating for rating in rated if rating[3] < block[0][3]]
             if name != "train" and not live:
                 history = [rating for rating in history if split[rating[4]] != name]
             if longest != inf:

@@ -54,12 +54,12 @@ def test_items_are_described_as_in_their_last_event(tmp_path):
     flags = ["--item-number", "price", "--part-rows", "40"]
     assert prepare(write(tmp_path / "log.csv"), tmp_path / "made", *RETRIEVAL, *flags) == 0
     last = {}
-    for _, line in sorted(enumerate(LINES), key=lambda one: (int(one[1]["ts"]), one[0])):
+    for _, line in sorted(enumerate(LINES), key=lambda numbered: (int(numbered[1]["ts"]), numbered[0])):
         last[int(line["sku"])] = (line["brand"], pytest.approx(float(line["price"])))
     actual = pq.read_table(tmp_path / "made" / "items.parquet").to_pylist()
-    assert {one["item_id"]: (one["brand"], one["price"]) for one in actual} == last and len(actual) == len(
-        last
-    )
+    assert {item["item_id"]: (item["brand"], item["price"]) for item in actual} == last and len(
+        actual
+    ) == len(last)
     assert prepare(write(tmp_path / "log.csv"), tmp_path / "ids", *BASE, "--task", "retrieval") == 0
     assert not (tmp_path / "ids" / "items.parquet").exists()
 

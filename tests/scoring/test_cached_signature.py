@@ -88,7 +88,9 @@ def check(pipeline, model, prefill, score):
     with torch.no_grad():
         for batch in batches(pipeline):
             tensors = prefill(*prefill_inputs(pipeline, batch))
-            cache = form.cache({spec.name: one for spec, one in zip(form.specs(), tensors, strict=True)})
+            cache = form.cache(
+                {spec.name: tensor for spec, tensor in zip(form.specs(), tensors, strict=True)}
+            )
             scores = score(*cached_inputs(pipeline, form, named(pipeline, batch), cache))
             torch.testing.assert_close(scores, model.score(batch), **close)
 

@@ -95,12 +95,12 @@ def test_users_alone_and_candidates_alone_are_enough(model, pipeline):
     # Other histories and other users beside the candidates: nobody looks at them.
     others = random_rows(pipeline, [(n + 1, m) for n, m in SIZES], seed=5)
     asked = [
-        other.changed(
+        neighbor.changed(
             candidate_timestamps=row.candidate_timestamps,
             labels={},
             **{name: value for name, value in row.values.items() if name.startswith("candidate_")},
         )
-        for other, row in zip(others, rows, strict=True)
+        for neighbor, row in zip(others, rows, strict=True)
     ]
     labels = {task.name: torch.zeros(17) for task in model.tasks}
     for row in asked:

@@ -105,9 +105,9 @@ def test_flatten_follows_the_signature(pipeline):
 def test_the_order_of_a_batchs_numbers_does_not_matter():
     pipeline = pipeline_of(RANKER)
     batch = batch_of(pipeline, random_rows(pipeline, EXAMPLE))
-    other = dataclasses.replace(batch, numbers=dict(reversed(batch.numbers.items())))
-    for one, two in zip(flatten(batch), flatten(other), strict=True):
-        assert torch.equal(one, two)
+    reversed_batch = dataclasses.replace(batch, numbers=dict(reversed(batch.numbers.items())))
+    for got, want in zip(flatten(batch), flatten(reversed_batch), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_the_graph_scores_as_the_model(graph, pipeline):

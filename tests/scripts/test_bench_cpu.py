@@ -24,11 +24,11 @@ def test_forms_that_differ_are_not_timed():
             out = super().forward(x).sum(0, keepdim=True)
             return bench_cpu.Losses(("a",), out[0], torch.ones(1), (1.0,))
 
-    one, other = Off(3, 1), Off(3, 1)
+    first, second = Off(3, 1), Off(3, 1)
     batch = torch.rand(4, 3)
-    bench_cpu.check_same_gradients(one, batch, one, batch)
+    bench_cpu.check_same_gradients(first, batch, first, batch)
     with pytest.raises(AssertionError):
-        bench_cpu.check_same_gradients(one, batch, other, batch)
+        bench_cpu.check_same_gradients(first, batch, second, batch)
 
 
 def test_the_package_is_imported_by_a_fresh_process():

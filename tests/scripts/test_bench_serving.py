@@ -66,11 +66,11 @@ def test_variants_become_records(tmp_path, capsys):
     chosen = ["--variant", "full", "--variant", "channels semi-local truncation"]
     assert bench_serving.main([*FLAGS, *chosen, "--record", str(tmp_path / "new" / "record.json")]) == 0
     records = json.loads((tmp_path / "new" / "record.json").read_text())
-    assert [one["variant"] for one in records] == chosen[1::2]
-    for one in records:
-        assert one["ok"] and one["commit"] == "abc" and one["difference"] <= 1e-5
-        assert one["candidates_per_second"] == pytest.approx(14 / one["cached_in_a_row_ms"] * 1e3)
-        assert min(one[way] for way in ("uncached_ms", "one_pass_ms", "prefill_ms", "ratio")) > 0
+    assert [record["variant"] for record in records] == chosen[1::2]
+    for record in records:
+        assert record["ok"] and record["commit"] == "abc" and record["difference"] <= 1e-5
+        assert record["candidates_per_second"] == pytest.approx(14 / record["cached_in_a_row_ms"] * 1e3)
+        assert min(record[way] for way in ("uncached_ms", "one_pass_ms", "prefill_ms", "ratio")) > 0
     # Contextual tokens and events of both rows: keys and values of 3 heads of width 4, in float32.
     assert records[0]["cache_mb"] * 2**20 == 2 * (2 + 24) * 2 * 2 * 12 * 4
     out = capsys.readouterr().out

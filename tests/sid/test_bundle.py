@@ -79,10 +79,10 @@ def test_what_codes_keep_is_what_loops_find():
 
     def near(matrix: np.ndarray, row: int) -> list[int]:
         cosine = matrix @ matrix[row] / np.linalg.norm(matrix, axis=1)
-        return [other for other in np.argsort(-cosine) if other != row][:10]
+        return [neighbor for neighbor in np.argsort(-cosine) if neighbor != row][:10]
 
-    first = [codes[row, 0] == codes[other, 0] for row in range(40) for other in near(exact, row)]
-    both = [(codes[row] == codes[other]).all() for row in range(40) for other in near(exact, row)]
+    first = [codes[row, 0] == codes[neighbor, 0] for row in range(40) for neighbor in near(exact, row)]
+    both = [(codes[row] == codes[neighbor]).all() for row in range(40) for neighbor in near(exact, row)]
     assert actual.neighbours == pytest.approx([np.mean(first), np.mean(both)])
     pairs = [codes[i, 0] == codes[j, 0] for i in range(40) for j in range(40) if i != j]
     assert actual.chance[0] == pytest.approx(np.mean(pairs))

@@ -44,8 +44,8 @@ def test_centroids_are_means_and_as_good_as_those_of_scikit_learn():
     vectors = blobs(600, centers=10).double()
     actual = kmeans.kmeans(vectors, 10, torch.Generator().manual_seed(0))
     for place in range(10):
-        own = vectors[actual.assigned == place]
-        torch.testing.assert_close(actual.centroids[place], own.mean(0))
+        members = vectors[actual.assigned == place]
+        torch.testing.assert_close(actual.centroids[place], members.mean(0))
     losses = []
     for seed in range(8):
         actual = kmeans.kmeans(vectors, 10, torch.Generator().manual_seed(seed))
@@ -105,8 +105,8 @@ def test_the_same_seed_gives_the_same_codes_and_stored_tensors_give_the_same_qua
     loaded = QUANTIZERS[name].load(first.quantizer.tensors())
     assert torch.equal(loaded.encode(vectors), codes)
     torch.testing.assert_close(loaded.decode(codes), first.quantizer.decode(codes), rtol=0, atol=0)
-    other = QUANTIZERS[name].fit(vectors, **{**SETTINGS[name], "seed": 4})
-    assert name == "opq" or not torch.equal(other.codes, codes)
+    reseeded = QUANTIZERS[name].fit(vectors, **{**SETTINGS[name], "seed": 4})
+    assert name == "opq" or not torch.equal(reseeded.codes, codes)
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

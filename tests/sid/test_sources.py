@@ -22,8 +22,8 @@ def test_ppmi_is_that_of_a_double_loop():
     counts = np.zeros((8, 8))
     for history in histories:
         for place, first in enumerate(history):
-            for other, second in enumerate(history):
-                if 0 < abs(place - other) <= 3 and first != second and first >= 0 and second >= 0:
+            for second_place, second in enumerate(history):
+                if 0 < abs(place - second_place) <= 3 and first != second and first >= 0 and second >= 0:
                     counts[first, second] += 1
     expected = np.zeros((8, 8))
     for i in range(8):

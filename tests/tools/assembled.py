@@ -58,8 +58,8 @@ class Assembled:
     @property
     def accesses(self) -> list[int]:
         """Bits of each load and store of global memory."""
-        found = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", self.ptx)
-        return [int(count or 1) * int(width) for count, width in found]
+        accesses = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", self.ptx)
+        return [int(count or 1) * int(width) for count, width in accesses]
 
     @property
     def vectors(self) -> list[int]:
@@ -192,7 +192,7 @@ def inner_loops(sass: str) -> list[list[str]]:
     return [
         program[start : end + 1]
         for start, end in back
-        if not any((start, end) != other and start <= other[0] and other[1] <= end for other in back)
+        if not any((start, end) != jump and start <= jump[0] and jump[1] <= end for jump in back)
     ]
 
 

@@ -24,16 +24,16 @@ class Deadlock(AssertionError):
     """No partition can go on."""
 
 
-def join(clock: Clock, other: Clock) -> None:
+def join(clock: Clock, later: Clock) -> None:
     """Adds what `other` knows to `clock`."""
-    for party, epoch in other.items():
+    for party, epoch in later.items():
         if epoch > clock.get(party, 0):
             clock[party] = epoch
 
 
-def covers(clock: Clock, other: Clock) -> bool:
+def covers(clock: Clock, earlier: Clock) -> bool:
     """True if `clock` knows everything that `other` knows."""
-    return all(clock.get(party, 0) >= epoch for party, epoch in other.items())
+    return all(clock.get(party, 0) >= epoch for party, epoch in earlier.items())
 
 
 class Partition:

@@ -170,16 +170,16 @@ class Machine:
         self.step()
         if ready():
             return
-        own = self.running
+        running = self.running
         if not self.partitions:
-            raise Deadlock(f"{own.name} waits for {what}")
-        own.ready, own.waits_for = ready, what
+            raise Deadlock(f"{running.name} waits for {what}")
+        running.ready, running.waits_for = ready, what
         following = self.next_partition()
         following.baton.release()
-        own.baton.acquire()
+        running.baton.acquire()
         if self.failure is not None:
             raise Aborted
-        self.running, own.ready = own, None
+        self.running, running.ready = running, None
 
     def specialize(self, functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any) -> None:
         """Runs each function in a partition; the first has the warps of the kernel itself."""
@@ -215,13 +215,13 @@ class Machine:
                 function(*arguments)
                 partition.finish()
                 partition.finished = True
-                if not all(other.finished for other in self.partitions):
+                if not all(partition.finished for partition in self.partitions):
                     self.next_partition().baton.release()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             if self.failure is None:
                 self.failure = error
-                for other in self.partitions:
-                    other.baton.release()
+                for waiting in self.partitions:
+                    waiting.baton.release()
 
     # mbarrier
 
@@ -358,7 +358,7 @@ def box(descriptor: Any, coordinates: list[Any]) -> tuple[torch.Tensor, torch.Te
             first += place * stride
             inside_so_far = inside_so_far and 0 <= place < descriptor.shape[axis]
             continue
-        shape = [-1 if other == axis else 1 for other in range(len(coordinates))]
+        shape = [-1 if dim == axis else 1 for dim in range(len(coordinates))]
         at = torch.arange(place, place + extent, dtype=torch.int64).view(shape)
         inside = inside & (at >= 0) & (at < descriptor.shape[axis])
         offset = offset + at * stride  # wraps around like an address

@@ -65,13 +65,13 @@ def mutations(kernel: Any) -> list[Mutation]:
     helpers = set(SYNCHRONISATION)
     while new := {f.__name__ for f in functions if _only_synchronises(trees[f], helpers)} - helpers:
         helpers |= new
-    found = []
+    made = []
     for function in functions:
         for number, node in enumerate(_statements(trees[function])):
             if _synchronises(node, helpers):
                 code = _without(function, number)
-                found.append(Mutation(function, node.lineno, " ".join(ast.unparse(node).split()), code))
-    return found
+                made.append(Mutation(function, node.lineno, " ".join(ast.unparse(node).split()), code))
+    return made
 
 
 def _names_inside(code: CodeType) -> list[str]:

@@ -105,10 +105,10 @@ class Threads:
                 continue
             assert line.endswith(";"), line
             active = np.ones(self.count, bool)
-            found = re.match(r"@(!?)(\w+)\s+(.*)", line)
-            if found:
-                active = self.read(found[2], "pred") ^ bool(found[1])
-                line = found[3]
+            predicate = re.match(r"@(!?)(\w+)\s+(.*)", line)
+            if predicate:
+                active = self.read(predicate[2], "pred") ^ bool(predicate[1])
+                line = predicate[3]
             name, _, rest = line[:-1].partition(" ")
             if name.startswith("bra"):
                 assert active.all() or not active.any(), f"threads part at {line}"
@@ -132,15 +132,15 @@ class Threads:
         if name in ("ld", "red"):
             return self.reach(parts, operands, active)
         if name == "setp":
-            one, other = (self.read(operand, kind) for operand in operands[1:3])
-            made = COMPARE[parts[1]](one, other)
+            left, right = (self.read(operand, kind) for operand in operands[1:3])
+            made = COMPARE[parts[1]](left, right)
             if parts[2] in ("and", "or"):
                 third = self.read(operands[3], "pred")
                 made = made & third if parts[2] == "and" else made | third
             return self.write(operands[0], made, active)
         if name == "selp":
-            one, other = (self.read(operand, kind) for operand in operands[1:3])
-            return self.write(operands[0], np.where(self.read(operands[3], "pred"), one, other), active)
+            left, right = (self.read(operand, kind) for operand in operands[1:3])
+            return self.write(operands[0], np.where(self.read(operands[3], "pred"), left, right), active)
         if name == "cvt":
             return self.write(operands[0], self.convert(parts, operands), active)
         values = [self.read(operand, kind) for operand in operands[1:]]

@@ -46,8 +46,8 @@ def ema_by_hand(values: list[torch.Tensor], decay: float) -> torch.Tensor:
     """The product form: the share of each value is (1 - d_k) times all decays behind it."""
     decays = [min(decay, (k - 1) / (k + 8)) for k in range(1, len(values) + 1)]
     shares = []
-    for k, own in enumerate(decays):
-        share = 1 - own
+    for k, last in enumerate(decays):
+        share = 1 - last
         for later in decays[k + 1 :]:
             share *= later
         shares.append(share)

@@ -120,10 +120,10 @@ def test_slices_of_a_retriever_are_metrics_over_their_queries():
     nobody, short, long = results.slices
     assert (nobody.rows, nobody.candidates, short.rows, long.candidates) == (0, 0, 3, 2)
     assert all(math.isnan(value) for value in nobody.metrics.values())
-    for one, picked in ((short, [0, 2, 4]), (long, [1, 3])):
+    for part, picked in ((short, [0, 2, 4]), (long, [1, 3])):
         mine = [ranks[number] for number in picked]
-        assert one.metrics["mrr"] == pytest.approx(sum(1 / rank for rank in mine) / len(mine))
-        assert one.metrics["hit_rate@5"] == pytest.approx(sum(rank <= 5 for rank in mine) / len(mine))
+        assert part.metrics["mrr"] == pytest.approx(sum(1 / rank for rank in mine) / len(mine))
+        assert part.metrics["hit_rate@5"] == pytest.approx(sum(rank <= 5 for rank in mine) / len(mine))
 
 
 def test_looking_closer_changes_no_metric():
@@ -176,5 +176,5 @@ def flat(value, path="") -> dict:
     """Numbers of nested JSON by their paths."""
     if isinstance(value, (dict, list)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return {k: v for key, one in pairs for k, v in flat(one, f"{path}/{key}").items()}
+        return {k: v for key, entry in pairs for k, v in flat(entry, f"{path}/{key}").items()}
     return {path: value}

@@ -136,8 +136,8 @@ def test_replays_compute_what_the_steps_they_record_compute(tmp_path, placement)
     assert recorder.num_graphs > 0
     assert recorder.looks_up == (placement == "REPLICATED")
     assert recorder.record
-    wanted, other = trained(tmp_path / "b", 40, do_not_record, **chosen)
-    assert other.num_graphs == 0
+    wanted, unrecorded = trained(tmp_path / "b", 40, do_not_record, **chosen)
+    assert unrecorded.num_graphs == 0
     for name, weight in recorded.items():
         torch.testing.assert_close(weight, wanted[name], rtol=1e-4, atol=1e-6)
 

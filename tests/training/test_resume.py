@@ -90,9 +90,11 @@ def test_a_difference_is_shown_with_both_values(old, new, finding):
 
 
 def test_another_mixer_is_a_difference():
-    found = faults(TEXT, TEXT.replace("hstu { num_layers: 2 }", "sasrec { num_layers: 2 }"))
-    assert any(line.startswith("model.ranker.mixer.hstu") and line.endswith("absent now") for line in found)
-    assert any(line.startswith("model.ranker.mixer.sasrec") for line in found)
+    messages = faults(TEXT, TEXT.replace("hstu { num_layers: 2 }", "sasrec { num_layers: 2 }"))
+    assert any(
+        line.startswith("model.ranker.mixer.hstu") and line.endswith("absent now") for line in messages
+    )
+    assert any(line.startswith("model.ranker.mixer.sasrec") for line in messages)
 
 
 def test_a_longer_run_whose_learning_rate_jumps_is_told_so():

@@ -55,11 +55,11 @@ def test_the_loss_is_the_weighted_sum_of_the_means():
 
 
 def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole(monkeypatch):
-    other = torch.tensor(
+    later = torch.tensor(
         [2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 500.0, 30.0, 0.0, 10.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64
     )
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
+    monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(later))
     sums = torch.tensor([6.0, 20.0], requires_grad=True)
     loss, pending = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
     result = pending.wait()
@@ -82,11 +82,11 @@ def test_one_collective_carries_all_tasks_and_counts(monkeypatch):
 
 
 def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
-    other = torch.tensor(
+    later = torch.tensor(
         [2.0, 4.0, 4.0, 16.0, 1.0, 7.0, 500.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64
     )
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
+    monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(later))
     sums = torch.zeros(2, requires_grad=True)
     loss, pending = SumOverRanks(count_flops)(losses(sums, [0.0, 0.0]), BATCH)
     result = pending.wait()

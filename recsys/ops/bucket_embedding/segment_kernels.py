@@ -140,5 +140,5 @@ def shares_kernel(
             share = first + tl.arange(0, BLOCK_M)[:, None]
             pointer = partial + (chunks + share) * W + column
             total += tl.load(pointer, mask=(share <= last) & (column < W), other=0.0)
-        own = tl.load(partial + chunk * W + column, mask=column < W, other=0.0)
-        tl.store(out + segment * W + column, own + tl.sum(total, 0, keep_dims=True), mask=column < W)
+        first_rows = tl.load(partial + chunk * W + column, mask=column < W, other=0.0)
+        tl.store(out + segment * W + column, first_rows + tl.sum(total, 0, keep_dims=True), mask=column < W)

@@ -378,8 +378,8 @@ def adding_group(
             out = out * gl.expand_dims(gl.load(vectors[1] + i), 1)
             if WITH_SCALE:
                 own = row + gl.arange(0, STRIP, rows)
-                found = scale_sum * gl.load(vectors[1] + own)
-                gl.store(grad_scale + (part.to(gl.int64) * work[0] + own), found, mask=own < work[0])
+                share = scale_sum * gl.load(vectors[1] + own)
+                gl.store(grad_scale + (part.to(gl.int64) * work[0] + own), share, mask=own < work[0])
         column = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, sums)), 0)
         inside = (gl.expand_dims(i, 1) < work[0]) & (column < width)
         place = gl.expand_dims(part.to(gl.int64) * work[0] + i, 1) * width + column

@@ -180,8 +180,8 @@ def writing_group(
             )
         mbarrier.arrive(barriers[1].index(strip))
         if WITH_SCALE:
-            found = part.to(gl.int64) * work[0] + own
-            gl.store(grad_scale + found, scale_sum * sign, mask=own < work[0])
+            target_place = part.to(gl.int64) * work[0] + own
+            gl.store(grad_scale + target_place, scale_sum * sign, mask=own < work[0])
         turn += 1
         unit += gl.num_programs(0)
     tma.store_wait(0)

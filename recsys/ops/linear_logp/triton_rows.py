@@ -150,11 +150,11 @@ def upstream_kernel(
     tl.store(vectors + 2 * size + i, of_target)
     tl.store(rows + i, place)
     if HAS_TARGET:
-        one = tl.full([BLOCK], 1, tl.uint8)
+        mark = tl.full([BLOCK], 1, tl.uint8)
         of_hidden = (i // HIDDEN_ROWS).to(tl.int64) * hidden_tiles + place // HIDDEN_OTHERS
-        tl.store(marks + of_hidden, one, mask=place >= 0)
+        tl.store(marks + of_hidden, mark, mask=place >= 0)
         of_weight = weight_marks + (place // WEIGHT_ROWS).to(tl.int64) * weight_tiles + i // WEIGHT_OTHERS
-        tl.store(marks + of_weight, one, mask=place >= 0)
+        tl.store(marks + of_weight, mark, mask=place >= 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -77,8 +77,8 @@ def backward_kernel(
         grad_y = scale * grad
         mean = tl.sum(grad_y, 1, keep_dims=True) / W
         along = tl.sum(grad_y * y, 1, keep_dims=True) / W
-        found = (grad_y - mean - y * along) * deviation + added
-        tl.store(grad_x + row.to(tl.int64) * W + column, found, mask=inside)
+        total = (grad_y - mean - y * along) * deviation + added
+        tl.store(grad_x + row.to(tl.int64) * W + column, total, mask=inside)
     pointer = sums + worker.to(tl.int64) * (2 * W) + column
     tl.store(pointer, tl.sum(grad_scale, 0, keep_dims=True), mask=column < W)
     tl.store(pointer + W, tl.sum(grad_shift, 0, keep_dims=True), mask=column < W)

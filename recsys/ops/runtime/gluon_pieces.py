@@ -121,15 +121,15 @@ def store_rows(descriptor, sample, first, offset, column, buffer):
 @gluon.jit
 def publish(number, slot):
     """Writes a number into a slot of shared memory, where `read_slot` finds it."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot.store(gl.full([1], number, gl.int32, one))
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot.store(gl.full([1], number, gl.int32, single))
 
 
 @gluon.jit
 def read_slot(slot):
     """Reads the number that was published in a slot."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(slot.load(one), 0)
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(slot.load(single), 0)
 
 
 @gluon.jit

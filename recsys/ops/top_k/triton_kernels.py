@@ -69,24 +69,24 @@ def round_kernel(
     share: [1], zero on entry: the largest error from rounding any of these queries and from sums, relative to
         the length of an item.
     """
-    one = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
-    q = tl.load(queries + one * stride_queries + column, mask=column < D, other=0.0)
+    q = tl.load(queries + query * stride_queries + column, mask=column < D, other=0.0)
     greatest = tl.max(tl.abs(q), 0)
     exponent = (greatest.to(tl.int32, bitcast=True) >> 23) - 126
     exponent = tl.where(greatest < ANYTHING, tl.maximum(tl.minimum(exponent, MOST_BITS), -MOST_BITS), 0)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     rounded = (q * inverse).to(rows.dtype.element_ty)
-    tl.store(rows + one * stride_rows + column, rounded, mask=column < stride_rows)
+    tl.store(rows + query * stride_rows + column, rounded, mask=column < stride_rows)
     exact = q.to(tl.float64)
     rest = exact - rounded.to(tl.float64) * scale.to(tl.float64)
     length = tl.sqrt(tl.sum(exact * exact, 0))
     of_rest = tl.sqrt(tl.sum(rest * rest, 0)) / tl.where(length > 0, length, 1.0)
     known = (length < ANYTHING) & (of_rest < ANYTHING)  # False for NaN, too
-    tl.store(facts + 3 * one, scale)
-    tl.store(facts + 3 * one + 1, tl.where(known, length * UPWARD, ANYTHING).to(tl.float32))
-    tl.store(facts + 3 * one + 2, tl.where(length > 0, D * ALMOST_ZERO, 0.0))
+    tl.store(facts + 3 * query, scale)
+    tl.store(facts + 3 * query + 1, tl.where(known, length * UPWARD, ANYTHING).to(tl.float32))
+    tl.store(facts + 3 * query + 2, tl.where(length > 0, D * ALMOST_ZERO, 0.0))
     tl.atomic_max(share, (tl.where(known, of_rest, 0.0) * UPWARD).to(tl.float32) + sum_error)
 
 
@@ -225,12 +225,12 @@ def _mark_removed(
 
 @triton.jit
 def _is_removed(item, removed, removed_start, removed_end, REMOVED: tl.constexpr):
-    found = tl.full([], 0, tl.int32)
+    is_removed = tl.full([], 0, tl.int32)
     for start in range(removed_start, removed_end, REMOVED):
         place = start + tl.arange(0, REMOVED)
         gone = tl.load(removed + place, mask=place < removed_end, other=-1)
-        found = tl.maximum(found, tl.max((gone == item).to(tl.int32), 0))
-    return found != 0
+        is_removed = tl.maximum(is_removed, tl.max((gone == item).to(tl.int32), 0))
+    return is_removed != 0
 
 
 @triton.jit
@@ -251,21 +251,21 @@ def choose_kernel(
 
     facts are as `round_kernel` writes them; removed [R] int64, removed_offsets [queries + 1] int64.
     """
-    one = tl.program_id(0).to(tl.int64)
-    maxima += one * stride_maxima
-    queries += one * stride_queries
-    scale = tl.load(facts + 3 * one)
-    reach = tl.load(facts + 3 * one + 1)
-    slack = tl.load(facts + 3 * one + 2)
-    removed_start = tl.load(removed_offsets + one)
-    removed_end = tl.load(removed_offsets + one + 1)
+    query = tl.program_id(0).to(tl.int64)
+    maxima += query * stride_maxima
+    queries += query * stride_queries
+    scale = tl.load(facts + 3 * query)
+    reach = tl.load(facts + 3 * query + 1)
+    slack = tl.load(facts + 3 * query + 2)
+    removed_start = tl.load(removed_offsets + query)
+    removed_end = tl.load(removed_offsets + query + 1)
     _mark_removed(maxima, removed, removed_start, removed_end, first, num_items, GROUP, REMOVED)
     whole_groups = num_items // GROUP
     least = _threshold(maxima, widths, whole_groups, scale, reach, slack, k, CLASSES)
     slot = tl.arange(0, K)
     # Initially the keys are empty but distinct, so that only one is replaced at a time.
     empty = _key(tl.full([K], NOTHING, tl.float32), slot.to(tl.int64))
-    kept = tl.load(best + one * K + slot, mask=(slot < K) & (first > 0), other=0)
+    kept = tl.load(best + query * K + slot, mask=(slot < K) & (first > 0), other=0)
     kept = tl.where(first > 0, kept, empty)
     worst = _worst(kept, k, K)
     floor = tl.maximum(worst, _key(least, tl.full([], LAST_ITEM, tl.int64)) - 1)
@@ -283,8 +283,8 @@ def choose_kernel(
             )
             better = tl.max(keys, 0)
             while better > worst:
-                found = LAST_ITEM - (better & LAST_ITEM)
-                gone = _is_removed(found, removed, removed_start, removed_end, REMOVED)
+                item = LAST_ITEM - (better & LAST_ITEM)
+                gone = _is_removed(item, removed, removed_start, removed_end, REMOVED)
                 kept = tl.where((kept == worst) & (not gone), better, kept)
                 keys = tl.where(keys == better, NO_KEY, keys)
                 worst = _worst(kept, k, K)
@@ -292,4 +292,4 @@ def choose_kernel(
             floor = tl.maximum(floor, worst)
             bounds = tl.where(bounds == top, NO_KEY, bounds)
             top = tl.max(bounds, 0)
-    tl.store(best + one * K + slot, kept)
+    tl.store(best + query * K + slot, kept)

@@ -173,7 +173,7 @@ def mutate(text: str, rng: random.Random) -> str:
     for _ in range(rng.randint(1, 6)):
         start = rng.randrange(len(text) + 1)
         end = min(len(text), start + rng.choice((1, 2, 8, 40)))
-        other = rng.randrange(len(text) + 1)
+        place = rng.randrange(len(text) + 1)
         text = rng.choice(
             (
                 lambda t, a, b, c: t[:a] + rng.choice(PIECES) + t[a:],
@@ -182,7 +182,7 @@ def mutate(text: str, rng: random.Random) -> str:
                 lambda t, a, b, c: t[:b] + t[a:],
                 lambda t, a, b, c: t[:c] + t[a:b] + t[c:],
             )
-        )(text, start, end, other)
+        )(text, start, end, place)
     return text
 
 

@@ -130,8 +130,8 @@ def test_arrays_arrive_as_they_were_sent(sample, rows):
     assert_arrays(arrived, rows, sample.vocabulary)
     for name, value in vars(arrays).items():
         if isinstance(value, np.ndarray):
-            other = getattr(arrived, name)
-            assert other.dtype == value.dtype and other.flags.writeable and other.flags.aligned
+            joined = getattr(arrived, name)
+            assert joined.dtype == value.dtype and joined.flags.writeable and joined.flags.aligned
     assert arrived.keys.equals(arrays.keys) and arrived.counts == arrays.counts
 
 
@@ -249,10 +249,10 @@ def test_a_share_of_the_ids_is_shown_as_unknown_in_training_only(sample):
 
 def test_what_is_shown_as_unknown_does_not_depend_on_the_batch(sample):
     sample.pipeline.features[1].id.vocabulary.unknown_rate = 0.3
-    some = [7, 300, 20]
-    alone, whole = hidden(sample, 0, rows=some), hidden(sample, 0)
-    assert alone[:15].tolist() == whole[: 400 * 5].reshape(400, 5)[some].ravel().tolist()
-    assert alone[15:].tolist() == whole[400 * 5 :].reshape(400, 3)[some].ravel().tolist()
+    counts = [7, 300, 20]
+    alone, whole = hidden(sample, 0, rows=counts), hidden(sample, 0)
+    assert alone[:15].tolist() == whole[: 400 * 5].reshape(400, 5)[counts].ravel().tolist()
+    assert alone[15:].tolist() == whole[400 * 5 :].reshape(400, 3)[counts].ravel().tolist()
 
 
 def test_filler_rows_have_the_shape_of_a_batch_and_no_weight(sample, rows):

@@ -72,9 +72,11 @@ def test_draws_follow_the_weights() -> None:
     present = present[kept.lengths == 2]
     weights = [0.25, 0.75, 1.0]
     for left_out in range(3):
-        one, two = [event for event in range(3) if event != left_out]
+        first, second = [event for event in range(3) if event != left_out]
         # Either of the pair first, then the other from what is left.
-        probability = sum(weights[a] / 2 * weights[b] / (2 - weights[a]) for a, b in ((one, two), (two, one)))
+        probability = sum(
+            weights[a] / 2 * weights[b] / (2 - weights[a]) for a, b in ((first, second), (second, first))
+        )
         assert (~present[:, left_out]).mean() == pytest.approx(probability, abs=0.015)
 
 
@@ -157,5 +159,5 @@ def test_a_draw_depends_on_row_and_epoch_alone() -> None:
     np.testing.assert_array_equal(
         whole.flat["uih_timestamps"].values[start:], part.flat["uih_timestamps"].values
     )
-    other = converted("train", epoch=1)
-    assert (other.lengths[pb.HISTORY] != whole.lengths[pb.HISTORY]).any()
+    next_epoch = converted("train", epoch=1)
+    assert (next_epoch.lengths[pb.HISTORY] != whole.lengths[pb.HISTORY]).any()

@@ -69,9 +69,9 @@ def test_resumed_with_other_world_sizes(files, order, stretches):
 
 @given(FILES, ORDERS)
 def test_a_batch_can_be_asked_for_alone_and_again(files, order):
-    plan, other = (EpochPlan(row_groups(files), order, 1) for _ in range(2))
+    plan, again = (EpochPlan(row_groups(files), order, 1) for _ in range(2))
     backwards = {k: rows_of(plan, k) for k in reversed(range(plan.num_batches))}
-    assert [rows_of(other, k) for k in range(other.num_batches)] == [backwards[k] for k in sorted(backwards)]
+    assert [rows_of(again, k) for k in range(again.num_batches)] == [backwards[k] for k in sorted(backwards)]
 
 
 def test_unshuffled_rows_of_one_lane_keep_the_order_of_the_files():

@@ -135,13 +135,13 @@ def test_a_key_may_be_a_number_or_a_text(sample, kind):
 
 
 def test_files_of_a_source_have_the_same_types(sample):
-    other = replaced(sample.schema, "uih_actions", pa.list_(pa.int32()))
+    narrowed = replaced(sample.schema, "uih_actions", pa.list_(pa.int32()))
     columns = needed_columns(sample.pipeline, "train", sample.schema)
     check_same_schema(sample.schema, "b.parquet", sample.schema, "a.parquet", columns)
     with pytest.raises(
         DataError, match=r"b.parquet: column uih_actions is list<.*int32>, in a.parquet it is list"
     ):
-        check_same_schema(other, "b.parquet", sample.schema, "a.parquet", columns)
+        check_same_schema(narrowed, "b.parquet", sample.schema, "a.parquet", columns)
     optional = sample.schema.append(pa.field("candidate_timestamps", pa.list_(pa.int64())))
     with pytest.raises(
         DataError, match="b.parquet: column candidate_timestamps is missing, a.parquet has it"

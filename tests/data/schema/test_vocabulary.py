@@ -162,7 +162,7 @@ def test_normalize(log1p):
 
 def test_tables_that_features_share(sample):
     actual = mappings(sample.pipeline)
-    assert {name: (type(one).__name__, one.rows) for name, one in actual.items()} == {
+    assert {name: (type(mapping).__name__, mapping.rows) for name, mapping in actual.items()} == {
         "user": ("HashBuckets", 97),
         "item": ("Vocabulary", 7),
         "tags": ("HashBuckets", 11),

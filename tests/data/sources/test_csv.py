@@ -43,12 +43,12 @@ def test_the_same_batches_as_from_parquet(plain, delimiter, between):
     plain.write(plain.rows(20))
     path = write_csv(plain.folder / "rows.csv", plain.plain_rows, delimiter, between)
     source = csv(path, delimiter=delimiter, list_delimiter=between)
-    (one, two) = (
+    (first, second) = (
         list(Loader.open(plain.pipeline, split, RULE, mode="evaluate").epoch(0))
         for split in (plain.pipeline.data.train, source)
     )
     rows = [{}, {}]
-    for actual, batches in zip(rows, (one, two), strict=True):
+    for actual, batches in zip(rows, (first, second), strict=True):
         for batch in batches:
             start = 0
             for i, row in enumerate(batch.rows.row.tolist()):

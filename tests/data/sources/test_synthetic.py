@@ -30,12 +30,12 @@ def test_every_row_passes_the_checks(sample, mode):
 
 
 def test_the_same_rows_each_time_and_in_each_process(sample):
-    one, two = (open_source(source(seed=3), sample.pipeline) for _ in range(2))
-    columns = one.check(sample.pipeline, "train")
-    first = one.read(0, 1, columns)
-    assert first.num_rows == 1500 - 1024
-    assert first.equals(pickle.loads(pickle.dumps(two)).read(0, 1, columns))  # noqa: S301 - made here
-    assert not first.equals(open_source(source(seed=4), sample.pipeline).read(0, 1, columns))
+    first, second = (open_source(source(seed=3), sample.pipeline) for _ in range(2))
+    columns = first.check(sample.pipeline, "train")
+    rows = first.read(0, 1, columns)
+    assert rows.num_rows == 1500 - 1024
+    assert rows.equals(pickle.loads(pickle.dumps(second)).read(0, 1, columns))  # noqa: S301 - made here
+    assert not rows.equals(open_source(source(seed=4), sample.pipeline).read(0, 1, columns))
 
 
 def test_lengths_are_uniform_and_ids_follow_a_power_law(sample):

@@ -22,15 +22,15 @@ def by_hand(head: PleHead, user: list[float], item: list[float]) -> list[float]:
     x = [a * b for a, b in zip(user, item, strict=True)]
     tasks, shared = [x for _ in OUTPUTS], x
     for number, level in enumerate(head.levels):
-        own = [[plain.expert(e, stream) for e in level.own[t]] for t, stream in enumerate(tasks)]
+        experts = [[plain.expert(e, stream) for e in level.own[t]] for t, stream in enumerate(tasks)]
         common = [plain.expert(e, shared) for e in level.shared]
         mixed = []
         for t, stream in enumerate(tasks):
             weights = plain.softmax(plain.mlp(level.gates[t].scores, stream))
-            mixed.append(plain.mixture(weights, own[t] + common))
+            mixed.append(plain.mixture(weights, experts[t] + common))
         if number < len(head.levels) - 1:
             weights = plain.softmax(plain.mlp(level.shared_gate.scores, shared))
-            shared = plain.mixture(weights, sum(own, []) + common)
+            shared = plain.mixture(weights, sum(experts, []) + common)
         tasks = mixed
     return sum((plain.mlp(tower, stream) for tower, stream in zip(head.towers, tasks, strict=True)), [])
 
@@ -71,9 +71,9 @@ def reached(head: PleHead, task: int) -> set[str]:
     for number, level in enumerate(head.levels):
         for owner, experts in [("shared", level.shared), *enumerate(level.own)]:
             grads = [expert[0][0].weight.grad for expert in experts]
-            some = [grad is not None and bool(grad.any()) for grad in grads]
-            assert len(set(some)) == 1, "all of them or none"
-            results |= {f"{number}/{owner}"} if some[0] else set()
+            reached = [grad is not None and bool(grad.any()) for grad in grads]
+            assert len(set(reached)) == 1, "all of them or none"
+            results |= {f"{number}/{owner}"} if reached[0] else set()
     return results
 
 

@@ -27,8 +27,8 @@ def by_hand(logits, labels, lengths, share: float, whole_row: bool) -> list[floa
         for place, (z, y) in enumerate(row):
             by_class = math.log(math.exp(z[0]) + math.exp(z[1])) - z[y]
             competing = math.exp(z[y])
-            for other, (z_other, y_other) in enumerate(row):
-                if other != place and (whole_row or y_other != y):
+            for rival, (z_other, y_other) in enumerate(row):
+                if rival != place and (whole_row or y_other != y):
                     competing += math.exp(z_other[y])
             results.append(share * by_class + (1 - share) * (math.log(competing) - z[y]))
         start += length

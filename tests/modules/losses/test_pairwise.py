@@ -64,13 +64,13 @@ def test_a_row_pays_its_mean_over_pairs_for_each_candidate():
 def test_the_candidates_own_loss_has_its_share(part, plain, labels):
     logits, labels = problem(labels)
     (settings,) = part.values()
-    own = plain(getattr(pb, plain.__name__)(**settings))
+    pointwise = plain(getattr(pb, plain.__name__)(**settings))
     loss = PairwiseLoss(pb.PairwiseLoss(pointwise_share=0.75, **part))
     pairs = torch.tensor(pairs_by_hand(logits, labels, LENGTHS), dtype=torch.float64)
-    expected = 0.75 * own(logits, labels) + 0.25 * pairs
+    expected = 0.75 * pointwise(logits, labels) + 0.25 * pairs
     torch.testing.assert_close(loss(logits, labels, rows_of(*LENGTHS)), expected)
-    torch.testing.assert_close(loss.predict(logits), own.predict(logits))
-    assert loss.kind == own.kind
+    torch.testing.assert_close(loss.predict(logits), pointwise.predict(logits))
+    assert loss.kind == pointwise.kind
 
 
 @pytest.mark.parametrize("labels", [BINARY, GRADED], ids=["binary", "graded"])

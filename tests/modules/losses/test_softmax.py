@@ -114,9 +114,9 @@ def test_confident_targets_keep_their_gradient(dtype):
     rest = 2 / (math.exp(10) + 2)
     torch.testing.assert_close(loss, torch.full((2,), -math.log1p(-rest)), rtol=1e-3, atol=0)
     # d loss / d query = sum over items of (p - [target]) item / temperature.
-    other = rest / 2 * 0.5 / 0.05
+    wrong = rest / 2 * 0.5 / 0.05
     true = -rest * 0.5 / 0.05
-    expected = torch.tensor([[true, other], [other, true]])
+    expected = torch.tensor([[true, wrong], [wrong, true]])
     torch.testing.assert_close(queries.grad.float(), expected, rtol=4e-3, atol=0)
 
 
@@ -156,8 +156,8 @@ def test_blocks_change_nothing_but_the_memory(monkeypatch, form):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         blocks = make()(queries, items, targets, **more)
     torch.testing.assert_close(blocks, whole)
-    for one, two in zip(torch.autograd.grad(blocks, leaves, upstream), expected, strict=True):
-        torch.testing.assert_close(one, two)
+    for grad, wanted in zip(torch.autograd.grad(blocks, leaves, upstream), expected, strict=True):
+        torch.testing.assert_close(grad, wanted)
     assert max(saved) <= max(leaf.numel() for leaf in leaves)
 
 

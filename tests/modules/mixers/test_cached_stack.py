@@ -65,10 +65,10 @@ def inputs(mixer, *, contextual=2, dtype=torch.float64) -> JaggedSequence:
     ]
     first = channels[0]
     of_targets = first.take(first.layout.targets_only())
-    for one in channels[1:]:
-        is_target = one.layout.kinds() == 2
+    for channel in channels[1:]:
+        is_target = channel.layout.kinds() == 2
         for name in ("timestamps", "next_timestamps"):
-            getattr(one, name)[is_target] = getattr(of_targets, name)
+            getattr(channel, name)[is_target] = getattr(of_targets, name)
     return join(channels)
 
 
@@ -137,9 +137,9 @@ def test_targets_in_slices(mixer, size):
     with torch.no_grad():
         cache = mixer.prefill(prefix_of(sequence))
         for start in range(0, 7, size):
-            some = targets.take(targets.layout.targets_between(start, start + size))
+            selected = targets.take(targets.layout.targets_between(start, start + size))
             expected = whole[rows[first.targets_between(start, start + size).index]]
-            torch.testing.assert_close(mixer.score(some, cache).targets(), expected)
+            torch.testing.assert_close(mixer.score(selected, cache).targets(), expected)
 
 
 def stacks_of(mixer):
@@ -152,8 +152,8 @@ def test_selected_samples_and_other_devices(mixer):
         cache = mixer.prefill(prefix_of(sequence))
         expected = mixer(sequence.take(sequence.layout.select(chosen))).targets()
         targets = targets_of(sequence)
-        some = targets.take(targets.layout.select(chosen))
-        actual = mixer.score(some, cache.select(chosen).to("cpu")).targets()
+        selected = targets.take(targets.layout.select(chosen))
+        actual = mixer.score(selected, cache.select(chosen).to("cpu")).targets()
     torch.testing.assert_close(actual, expected)
     away = cache.to("meta")
     assert away.stacks[0][0].layout.device.type == away.stacks[0][0].keys[0].device.type == "meta"
@@ -180,8 +180,8 @@ def test_the_module_keeps_nothing(mixer):
     sequence = inputs(mixer)
     state = {name: id(value) for name, value in vars(mixer).items()}
     first = cached_targets(mixer, sequence)
-    other = sequence.with_values(sequence.values + 1)
-    assert not torch.allclose(cached_targets(mixer, other), first)
+    changed = sequence.with_values(sequence.values + 1)
+    assert not torch.allclose(cached_targets(mixer, changed), first)
     assert torch.equal(cached_targets(mixer, sequence), first)
     assert {name: id(value) for name, value in vars(mixer).items()} == state
 
@@ -189,25 +189,25 @@ def test_the_module_keeps_nothing(mixer):
 def test_no_samples_and_no_targets(mixer):
     sequence = inputs(mixer)
     for samples in ([], [3], [4]):
-        some = sequence.take(sequence.layout.select(samples))
-        assert cached_targets(mixer, some).shape == (0, WIDTH)
+        selected = sequence.take(sequence.layout.select(samples))
+        assert cached_targets(mixer, selected).shape == (0, WIDTH)
 
 
 def test_targets_that_others_do_not_have(mixer):
     """What is behind the cache need not be what was known when it was filled."""
     sequence = inputs(mixer)
     targets = targets_of(sequence)
-    some = [1, 1, 0]
+    counts = [1, 1, 0]
     with torch.no_grad():
-        cache = mixer.prefill(prefix_of(sequence)).select(some)
+        cache = mixer.prefill(prefix_of(sequence)).select(counts)
         actual = mixer.score(targets.take(targets.layout.select([5, 2, 5])), cache).targets()
     # One whole sample after the other, put together by hand from history of one and targets of another.
     expected = []
-    for history, asked in zip(some, [5, 2, 5], strict=True):
-        own = [
-            pair(one, history, asked) for one in (sequence.split() if sequence.layout.parts else [sequence])
+    for history, asked in zip(counts, [5, 2, 5], strict=True):
+        pairs = [
+            pair(part, history, asked) for part in (sequence.split() if sequence.layout.parts else [sequence])
         ]
-        expected.append(mixer(join(own) if sequence.layout.parts else own[0]).targets())
+        expected.append(mixer(join(pairs) if sequence.layout.parts else pairs[0]).targets())
     torch.testing.assert_close(actual, torch.cat(expected))
 
 
@@ -217,8 +217,8 @@ def pair(sequence: JaggedSequence, history: int, asked: int) -> JaggedSequence:
     rows = [*range(offsets[history], offsets[history] + ends[history])]
     rows += range(offsets[asked] + ends[asked], offsets[asked + 1])
     count = torch.tensor([len(rows)])
-    own = SequenceLayout(count, layout.num_targets[[asked]], layout.num_contextual)
-    return sequence.take(Selection(own, torch.tensor(rows, dtype=torch.int64)))
+    alone = SequenceLayout(count, layout.num_targets[[asked]], layout.num_contextual)
+    return sequence.take(Selection(alone, torch.tensor(rows, dtype=torch.int64)))
 
 
 def test_what_does_not_fit_is_refused(mixer):
@@ -287,8 +287,8 @@ def grown(sequence: JaggedSequence, events: list[int]) -> tuple[JaggedSequence, 
     count = torch.tensor(taken)
     layouts = (SequenceLayout(layout.lengths - count, None, layout.num_contextual), SequenceLayout(count))
     return tuple(
-        sequence.take(Selection(own, torch.tensor(rows, dtype=torch.int64)))
-        for own, rows in zip(layouts, (old, new), strict=True)
+        sequence.take(Selection(part, torch.tensor(rows, dtype=torch.int64)))
+        for part, rows in zip(layouts, (old, new), strict=True)
     )
 
 
@@ -376,8 +376,8 @@ def test_time_makes_an_old_event_another_one():
     sequence = prefix_of(inputs(mixer))
     later = dataclasses.replace(sequence, next_timestamps=sequence.next_timestamps + 10**6)
     with torch.no_grad():
-        one, two = (stages_of(mixer.prefill(some))[0] for some in (sequence, later))
-    assert torch.equal(one.keys[0], two.keys[0]) and not torch.allclose(one.keys[1], two.keys[1])
+        first, second = (stages_of(mixer.prefill(given))[0] for given in (sequence, later))
+    assert torch.equal(first.keys[0], second.keys[0]) and not torch.allclose(first.keys[1], second.keys[1])
 
 
 def test_only_new_events_extend():

@@ -122,8 +122,8 @@ def test_recompute_goes_with_truncation_bias_dropout_and_stochastic_depth(form):
         mixed = mixer(sequence.with_values(values)).values
         cotangent = torch.randn(mixed.shape, generator=torch.Generator().manual_seed(1), dtype=mixed.dtype)
         results.append([mixed, *torch.autograd.grad(mixed, [values, *mixer.parameters()], cotangent)])
-    for other in results[1:]:
-        assert all(torch.equal(got, want) for got, want in zip(other, results[0], strict=True))
+    for result in results[1:]:
+        assert all(torch.equal(got, want) for got, want in zip(result, results[0], strict=True))
     assert results[0][0].shape[0] < sequence.layout.total_len
 
 

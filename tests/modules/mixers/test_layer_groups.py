@@ -190,18 +190,18 @@ def test_equals_a_dense_model_of_each_sample(kind, groups, contextual):
     mixer, sequence = build(kind, GROUPS[groups]), random_sequence(SHAPES, contextual=contextual)
     with torch.no_grad():
         mixed = mixer(sequence)
-        expected = [DENSE[kind](mixer, one, GROUPS[groups]) for one in dense_samples(sequence, SHAPES)]
-    torch.testing.assert_close(mixed.values, torch.cat([one.x for one in expected]))
-    rows = [row for one in expected for row in one.rows]
+        expected = [DENSE[kind](mixer, sample, GROUPS[groups]) for sample in dense_samples(sequence, SHAPES)]
+    torch.testing.assert_close(mixed.values, torch.cat([sample.x for sample in expected]))
+    rows = [row for sample in expected for row in sample.rows]
     assert torch.equal(mixed.timestamps, sequence.timestamps[rows])
     assert torch.equal(mixed.next_timestamps, sequence.next_timestamps[rows])
     layout = mixed.layout
-    assert layout.lengths.tolist() == [one.shape.length for one in expected]
-    assert layout.num_uih.tolist() == [one.shape.uih for one in expected]
-    assert layout.num_targets.tolist() == [one.shape.targets for one in expected]
+    assert layout.lengths.tolist() == [sample.shape.length for sample in expected]
+    assert layout.num_uih.tolist() == [sample.shape.uih for sample in expected]
+    assert layout.num_targets.tolist() == [sample.shape.targets for sample in expected]
     assert (layout.total_len, layout.num_contextual) == (len(rows), contextual)
-    assert layout.max_len == max(one.shape.length for one in expected)
-    targets = [one.x[one.shape.contextual + one.shape.uih :] for one in expected]
+    assert layout.max_len == max(sample.shape.length for sample in expected)
+    targets = [sample.x[sample.shape.contextual + sample.shape.uih :] for sample in expected]
     torch.testing.assert_close(mixed.targets(), torch.cat(targets))
 
 
@@ -210,14 +210,14 @@ def test_gradients_are_those_of_the_dense_model(groups):
     mixer, sequence = build("hstu", GROUPS[groups]), random_sequence(SHAPES, contextual=1)
     values = sequence.values.requires_grad_()
     expected = torch.cat(
-        [dense_hstu(mixer, one, GROUPS[groups]).x for one in dense_samples(sequence, SHAPES)]
+        [dense_hstu(mixer, sample, GROUPS[groups]).x for sample in dense_samples(sequence, SHAPES)]
     )
     cotangent = torch.randn_like(expected)
     wanted = [values, *mixer.parameters()]
     actual = torch.autograd.grad(mixer(sequence).values, wanted, cotangent, allow_unused=True)
     reference = torch.autograd.grad(expected, wanted, cotangent, allow_unused=True)
     for got, want in zip(actual, reference, strict=True):
-        got, want = (torch.zeros(1) if one is None else one for one in (got, want))
+        got, want = (torch.zeros(1) if grad is None else grad for grad in (got, want))
         torch.testing.assert_close(got, want)
 
 

@@ -86,14 +86,14 @@ def test_history_does_not_see_later_events_or_targets(mixer):
 def test_a_target_does_not_see_other_targets(mixer):
     sequence = random_sequence([(4, 3)])
     order = [*range(6), 8, 6]  # the third target first, the second one gone
-    other = random_sequence([(4, 2)])
-    other = dataclasses.replace(
-        other,
+    neighbor = random_sequence([(4, 2)])
+    neighbor = dataclasses.replace(
+        neighbor,
         values=sequence.values[order],
         timestamps=sequence.timestamps[order],
         next_timestamps=sequence.next_timestamps[order],
     )
-    torch.testing.assert_close(mixer(other).values, mixer(sequence).values[order])
+    torch.testing.assert_close(mixer(neighbor).values, mixer(sequence).values[order])
 
 
 def test_a_target_reads_its_history(mixer):

@@ -125,9 +125,9 @@ def test_joined_layouts_know_their_parts():
     layout, index = joined.truncate(2)
     start, expected = 0, []
     for item, part in zip(layouts, layout.parts, strict=True):
-        own = item.truncate(2)
-        assert part.lengths.tolist() == own.layout.lengths.tolist()
-        expected += (own.index + start).tolist()
+        truncated = item.truncate(2)
+        assert part.lengths.tolist() == truncated.layout.lengths.tolist()
+        expected += (truncated.index + start).tolist()
         start += item.total_len
     assert index.tolist() == expected
     assert [part.total_len for part in joined.to("cpu").parts] == [item.total_len for item in layouts]

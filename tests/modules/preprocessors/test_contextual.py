@@ -78,15 +78,15 @@ def token_by_token(module, pipeline, rows, nested):
             click, like, three, ten = module.action.weight
             action = (row.uih_actions[i] % 2) * click + (row.uih_actions[i] // 8 % 2) * like
             action = action + (row.uih_watch_time[i] >= 3) * three + (row.uih_watch_time[i] >= 10) * ten
-            own, after = row.uih_timestamps[i], [*row.uih_timestamps, row.request_time][i + 1]
+            time, after = row.uih_timestamps[i], [*row.uih_timestamps, row.request_time][i + 1]
             if interleaved:
-                history += [(content, own, own), (action, own, after)]
+                history += [(content, time, time), (action, time, after)]
             else:
-                history.append((content + action, own, after))
-        for i, (value, own, after) in enumerate(history):
-            bucket = min(4, math.isqrt((row.request_time - own) // 60))
+                history.append((content + action, time, after))
+        for i, (value, time, after) in enumerate(history):
+            bucket = min(4, math.isqrt((row.request_time - time) // 60))
             tokens.append(encoded(module, value, len(contextual) + len(history) - i, bucket))
-            times.append((own, after))
+            times.append((time, after))
         for i in range(targets):
             names = ("item_id", "tags", "price")
             content = module.content.project(torch.cat([nested[f"candidate_{name}"][n][i] for name in names]))
@@ -118,7 +118,7 @@ def test_equals_the_description_token_by_token(name):
     sequence = prepared.sequence
     torch.testing.assert_close(sequence.values, tokens)
     torch.testing.assert_close(prepared.candidates, candidates)
-    assert sequence.timestamps.tolist() == [own for own, _ in times]
+    assert sequence.timestamps.tolist() == [time for time, _ in times]
     assert sequence.next_timestamps.tolist() == [after for _, after in times]
 
 
@@ -147,8 +147,8 @@ def test_contextualized_parts_get_the_features_of_their_row(interleaved):
         actions = torch.tensor(row.uih_actions, dtype=torch.int64)
         action = module.action(actions, torch.tensor(row.uih_watch_time), of_row(events))
         expected += contextual_tokens(module, nested, n)
-        for one, other in zip(content, action, strict=True):
-            expected += [one, other] if interleaved else [one + other]
+        for item, done in zip(content, action, strict=True):
+            expected += [item, done] if interleaved else [item + done]
         names = ("candidate_item_id", "candidate_tags", "candidate_price")
         joined = torch.cat([nested[name][n] for name in names], dim=1)
         expected += list(module.content.project(joined, of_row(targets)) + module.target_action)
@@ -238,7 +238,9 @@ def test_a_channel_is_the_sequence_of_a_row_that_has_only_its_events(form):
     }
     assert 0 < sum(map(len, kept["click"])) < sum(map(len, kept["all"]))
     for name, part in zip(batch.channel_events, together.sequence.split(), strict=True):
-        only = batch_of(plain, [row.with_events(own) for row, own in zip(rows, kept[name], strict=True)])
+        only = batch_of(
+            plain, [row.with_events(events) for row, events in zip(rows, kept[name], strict=True)]
+        )
         expected = alone(embed(only), only)
         torch.testing.assert_close(part.values, expected.sequence.values)
         assert part.layout.lengths.tolist() == expected.sequence.layout.lengths.tolist()

@@ -70,9 +70,9 @@ def test_labels_do_not_matter(built):
     rows = random_rows(built[0], SIZES)
     if not built[0].model.ranker.tasks:
         pytest.skip("no labels")
-    other = [row.changed(labels={k: [1 - x for x in v] for k, v in row.labels.items()}) for row in rows]
+    relabeled = [row.changed(labels={k: [1 - x for x in v] for k, v in row.labels.items()}) for row in rows]
     torch.testing.assert_close(
-        prepare(built, rows).sequence.values, prepare(built, other).sequence.values, rtol=0, atol=0
+        prepare(built, rows).sequence.values, prepare(built, relabeled).sequence.values, rtol=0, atol=0
     )
 
 

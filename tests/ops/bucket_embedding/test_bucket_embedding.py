@@ -31,8 +31,8 @@ def problem(rows, width, sizes, dtype=torch.float64, *, hot=0.0, scale=16.0, ids
 def by_lists(x, buckets, scale, **tables):
     """The sum, token by token."""
     rows = [scale * row for row in x]
-    for table, own in zip(tables.values(), buckets, strict=True):
-        rows = [row + table[int(bucket)] for row, bucket in zip(rows, own, strict=True)]
+    for table, column in zip(tables.values(), buckets, strict=True):
+        rows = [row + table[int(bucket)] for row, bucket in zip(rows, column, strict=True)]
     return torch.stack(rows) if rows else x * 1 + sum(table.sum() for table in tables.values()) * 0
 
 
@@ -181,12 +181,12 @@ def test_the_order_of_buckets_whatever_type_sorts_them(size):
     ids, bounds, order = triton_ops.sorted_by_bucket(torch.tensor(given), size)
     assert ids.dtype.itemsize <= 4
     starts, ends = bounds[:-1].tolist(), bounds[1:].tolist()
-    found = {
+    orders = {
         n: order[start:end].tolist()
         for n, (start, end) in enumerate(zip(starts, ends, strict=True))
         if start < end
     }
-    assert found == {0: [0, 9], 7: [2, 8], size - 1: [1, 7]}
+    assert orders == {0: [0, 9], 7: [2, 8], size - 1: [1, 7]}
 
 
 @pytest.mark.parametrize("runner", runners("triton"))
@@ -206,11 +206,11 @@ def test_a_bucket_outside_of_the_table_adds_nothing_and_gets_nothing(runner):
 def test_views_and_a_transposed_gradient(runner):
     joint, table = (torch.randn(n, 20, device=runner.device, requires_grad=True) for n in (30, 5))
     buckets = torch.randint(5, (30,), device=runner.device)
-    cotangent, found = torch.randn(8, 30, device=runner.device).t(), []
+    cotangent, pairs = torch.randn(8, 30, device=runner.device).t(), []
     for backend in (runner.backend, "reference"):
         out = bucket_embedding(joint[:, 4:12], [table[:, ::2][:, :8]], [buckets], scale=3.0, backend=backend)
-        found.append([out, *torch.autograd.grad(out, (joint, table), cotangent)])
-    harness.assert_close(*found, 1e-5)
+        pairs.append([out, *torch.autograd.grad(out, (joint, table), cotangent)])
+    harness.assert_close(*pairs, 1e-5)
 
 
 @pytest.mark.parametrize("runner", runners("triton"))

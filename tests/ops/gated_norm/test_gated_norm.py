@@ -109,13 +109,13 @@ def test_as_many_stay_as_should_and_neighbours_do_not_know_of_each_other(probabi
     kept = counter.kept(torch.tensor([77]), 2000, 1000, probability).double()
     variance = probability * (1 - probability)
     assert abs(kept.mean() - (1 - probability)) < 5 * (variance / kept.numel()) ** 0.5
-    other = counter.kept(torch.tensor([78]), 2000, 1000, probability).double()
+    next_seed = counter.kept(torch.tensor([78]), 2000, 1000, probability).double()
     far = counter.kept(torch.tensor([77 + 2**32]), 2000, 1000, probability).double()
     pairs = [(kept[lag:], kept[:-lag]) for lag in (1, 2, 256)]
     pairs += [(kept[:, lag:], kept[:, :-lag]) for lag in (1, 2, 256)]
-    for one, two in [*pairs, (kept, other), (kept, far)]:
-        covariance = ((one - 1 + probability) * (two - 1 + probability)).mean() / variance
-        assert abs(covariance) < 5 / one.numel() ** 0.5
+    for first, second in [*pairs, (kept, next_seed), (kept, far)]:
+        covariance = ((first - 1 + probability) * (second - 1 + probability)).mean() / variance
+        assert abs(covariance) < 5 / first.numel() ** 0.5
     for dim, size in ((0, 2000), (1, 1000)):  # no row or column is kept more often than chance has it
         deviation = (kept.mean(dim) - (1 - probability)) / (variance / size) ** 0.5
         assert deviation.abs().max() < 5 and 0.9 < deviation.std() < 1.1
@@ -222,8 +222,8 @@ def small_blocks(monkeypatch):
 
 def assert_right(given, runner, floor=1e-5, **tolerance):
     """Near float64; dropped entries are 0, and those that stay are not, unless they are almost 0 anyway."""
-    found = assert_near(given, runner, floor=floor, slack=floor, **tolerance)
-    ours, exact = found.ours[0], found.exact[0]
+    compared = assert_near(given, runner, floor=floor, slack=floor, **tolerance)
+    ours, exact = compared.ours[0], compared.exact[0]
     if given.options.get("dropout") and ours.numel():
         kept = counter.kept(SEED, *ours.shape, given.options["dropout"]).to(ours.device)
         assert not ours[~kept].any()
@@ -276,12 +276,12 @@ def test_views_of_one_projection_and_a_transposed_gradient(runner):
     joint = torch.randn(50, 36, device=runner.device, requires_grad=True)
     weight, bias = torch.randn(2, 12, device=runner.device)
     cotangent = torch.randn(12, 50, device=runner.device).t()
-    found = []
+    grads = []
     for backend in (runner.backend, "reference"):
         a, u, _ = joint.split(12, dim=1)
         out = gated_norm(a, u, weight, bias, gate="ugn", backend=backend)
-        found += torch.autograd.grad(out, joint, cotangent)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+        grads += torch.autograd.grad(out, joint, cotangent)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 @interpreted

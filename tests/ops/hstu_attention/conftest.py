@@ -23,5 +23,5 @@ def emulated(monkeypatch):
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
     monkeypatch.setattr(hopper_launch, "num_processors", lambda device: 3)
     monkeypatch.setattr(
-        Problem, "gradient_memory", lambda _, *given: [torch.full_like(one, torch.nan) for one in given]
+        Problem, "gradient_memory", lambda _, *given: [torch.full_like(tensor, torch.nan) for tensor in given]
     )

@@ -38,15 +38,15 @@ def by_kernels(tensors, problem, passes, sizes=None, backward_sizes=None) -> lis
     from recsys.ops.hstu_attention.hopper import launch, two_pass
 
     *given, cotangent = tensors
-    found = []
+    passed = []
     if "forward" in passes:
-        found.append({"o": launch.forward(*given, problem, sizes)})
+        passed.append({"o": launch.forward(*given, problem, sizes)})
     if "one pass" in passes and given[0].shape[2] in launch.BACKWARD_SIZES:
         grads = launch.backward(cotangent, *given, problem, backward_sizes)[:3]
-        found.append(dict(zip("qkv", grads, strict=True)))
+        passed.append(dict(zip("qkv", grads, strict=True)))
     if "two passes" in passes:
-        found.append(dict(zip("qkv", two_pass.backward(cotangent, *given, problem)[:3], strict=True)))
-    return found
+        passed.append(dict(zip("qkv", two_pass.backward(cotangent, *given, problem)[:3], strict=True)))
+    return passed
 
 
 def check(shapes, contextual=0, mask=CAUSAL, dim=64, *, heads=1, passes=PASSES, tail=None, **sizes) -> None:
@@ -69,5 +69,5 @@ def check(shapes, contextual=0, mask=CAUSAL, dim=64, *, heads=1, passes=PASSES, 
     for ours in by_kernels(tensors, problem, passes, **sizes):
         for name, got in ours.items():
             rows = read if name in "oq" else slice(None)
-            three = ([found[rows]] for found in (got, theirs[name], exact[name]))
+            three = ([values[rows]] for values in (got, theirs[name], exact[name]))
             harness.assert_as_near(*three, floor=1e-3)

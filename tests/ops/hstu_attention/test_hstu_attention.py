@@ -54,8 +54,8 @@ def check(given, runner):
     # Products in three passes of TF32 on a GPU are not as near as the interpreter's.
     close = 2e-5 if runner.is_interpreted else 1e-4
     assert_close([out], [exact], close)
-    for one, other in zip(grads, wanted, strict=True):
-        assert (one.cpu() - other).norm() <= close / 2 * max(1.0, other.norm())
+    for grad, want in zip(grads, wanted, strict=True):
+        assert (grad.cpu() - want).norm() <= close / 2 * max(1.0, want.norm())
     assert_close(grads, wanted, 10 * close)
 
 
@@ -155,8 +155,8 @@ def test_lower_precision_of_the_reference_stays_near_float64(dtype):
     tables = dict.fromkeys(BIAS[:2], torch.float64)
     ours, exact = (harness.results(given.cast(to, **tables), REFERENCE) for to in (dtype, torch.float64))
     assert ours[0].dtype == dtype
-    for one, other in zip(ours[:4], exact[:4], strict=True):
-        assert (one.double() - other).norm() / other.norm() < 8 * torch.finfo(dtype).eps
+    for got, want in zip(ours[:4], exact[:4], strict=True):
+        assert (got.double() - want).norm() / want.norm() < 8 * torch.finfo(dtype).eps
 
 
 @interpreted
@@ -186,9 +186,9 @@ def test_a_sample_with_nan_spoils_no_other(runner):
     clean = harness.results(given, runner)
     for name in "qkv":
         given.tensors[name].detach()[5:14] = torch.nan
-    for one, other in zip(clean, harness.results(given, runner), strict=True):
-        assert torch.equal(one[:5], other[:5]) and torch.equal(one[14:], other[14:])
-        assert other[5:14].isnan().all()
+    for before, after in zip(clean, harness.results(given, runner), strict=True):
+        assert torch.equal(before[:5], after[:5]) and torch.equal(before[14:], after[14:])
+        assert after[5:14].isnan().all()
 
 
 @pytest.mark.parametrize("group", [1, 2])

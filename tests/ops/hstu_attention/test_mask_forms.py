@@ -128,12 +128,12 @@ def test_intervals_of_a_tile_cover_what_it_sees_and_have_in_common_what_all_of_i
             first, last = (torch.tensor(edge) - before for edge in zip(*behind, strict=True))
             hulls, common = intervals_of(first, last, before, end, length, *rules(mask, sample), keys)
             for number, (low, high) in enumerate(behind):
-                some, all_of_it = table[low : high + 1].any(0), table[low : high + 1].all(0)
-                covered = torch.zeros_like(some)
+                any_of_it, all_of_it = table[low : high + 1].any(0), table[low : high + 1].all(0)
+                covered = torch.zeros_like(any_of_it)
                 for start, stop in ((int(edge[number]) for edge in hull) for hull in hulls):
                     covered[start:stop] = True
-                    assert stop == 0 or (start < stop and some[start] and some[stop - 1])
-                assert not (some & ~covered).any(), (mask, sample, low, high)
+                    assert stop == 0 or (start < stop and any_of_it[start] and any_of_it[stop - 1])
+                assert not (any_of_it & ~covered).any(), (mask, sample, low, high)
                 for start, stop in (
                     (int(edge.expand(len(behind))[number]) for edge in part) for part in common
                 ):

@@ -22,16 +22,16 @@ EVERYTHING = AttentionMask(130, 70, True, 5)
 
 def runs(**cases):
     """Parameters of a test: each backend with each of its cases, which are tuples."""
-    found = []
-    for backend, some in cases.items():
+    params = []
+    for backend, chosen in cases.items():
         (runner,) = runners(backend, interpreter=False)
-        found += [
+        params += [
             pytest.param(
                 *runner.values, *case, marks=runner.marks, id=f"{backend}-{'-'.join(map(str, case))}"
             )
-            for case in some
+            for case in chosen
         ]
-    return found
+    return params
 
 
 by_width = pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def triton_forms(number: int) -> list[Form]:
     chosen = random.Random(5)
     dims = (16, 33, 64, 64, 128, 128, 200, 256)
     types = (torch.bfloat16, torch.float16, torch.float32)
-    found = []
+    forms = []
     for i in range(number):
         dim = dims[i % len(dims)]
         v_dim = dim if i % 2 else chosen.choice(dims)
         mask = chosen.choice([*MASKS, EVERYTHING, CAUSAL])
-        found.append(Form(types[i % 3], (dim, v_dim), (0, 0, None, 2)[i // 2 % 4], mask))
-    return found
+        forms.append(Form(types[i % 3], (dim, v_dim), (0, 0, None, 2)[i // 2 % 4], mask))
+    return forms
 
 
 HOPPER_FORMS = [
@@ -180,8 +180,8 @@ def test_a_sample_of_nan_leaves_its_neighbours_alone(runner, dim):
     start, end = given.options["layout"].offsets[1:3].tolist()
     for tensor in given.tensors.values():
         tensor[start:end] = torch.nan
-    for one, other in zip(clean, results(given, runner), strict=True):
-        assert torch.equal(one[:start], other[:start]) and torch.equal(one[end:], other[end:])
+    for before, after in zip(clean, results(given, runner), strict=True):
+        assert torch.equal(before[:start], after[:start]) and torch.equal(before[end:], after[end:])
 
 
 @pytest.mark.parametrize("runner", runners("triton", interpreter=False))

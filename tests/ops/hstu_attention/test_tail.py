@@ -30,18 +30,18 @@ def test_backends_on_a_gpu(mask, dim, backend, deterministic):
     unread = torch.ones(layout.total_len, dtype=torch.bool).index_fill_(0, index, False)
     tensors[0][unread] = 0
     *given, cotangent = (tensor.cuda() for tensor in tensors)
-    on_gpu, own = layout.to("cuda"), index.cuda()
+    on_gpu, read_rows = layout.to("cuda"), index.cuda()
     support = dict(explain("hstu_attention", *given, on_gpu, scale_len=1).rows)[backend]
     if not support.ok:
         pytest.skip(support.reason)
     leaves = [tensor.requires_grad_() for tensor in given]
     # Rows are read as a layer reads them: what lies elsewhere may be anything.
     problem = Problem(on_gpu, mask, dim**-0.5, 50.0, deterministic=deterministic, tail=tail)
-    read = gather_rows(attend(*leaves, problem, backend), own)
-    grad_q, *grads = torch.autograd.grad(read, leaves, gather_rows(cotangent, own))
-    got = [one.cpu() for one in (read.detach(), gather_rows(grad_q, own), *grads)]
+    read = gather_rows(attend(*leaves, problem, backend), read_rows)
+    grad_q, *grads = torch.autograd.grad(read, leaves, gather_rows(cotangent, read_rows))
+    got = [tensor.cpu() for tensor in (read.detach(), gather_rows(grad_q, read_rows), *grads)]
     tensors[3][unread] = 0
     theirs, exact = (results(layout, mask, tensors, dtype) for dtype in (torch.bfloat16, torch.float64))
-    for found in (theirs, exact):
-        found[:2] = [one[index] for one in found[:2]]
+    for values in (theirs, exact):
+        values[:2] = [tensor[index] for tensor in values[:2]]
     harness.assert_as_near(got, theirs, exact, floor=1e-3)

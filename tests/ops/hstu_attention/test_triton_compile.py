@@ -86,8 +86,8 @@ def cases_of(sizes):
             marks=[] if size == (128, 2) else pytest.mark.slow,
             id="-".join(map(str, (*kernel, *size))),
         )
-        for kernel, found in sizes.items()
-        for size in found
+        for kernel, blocks in sizes.items()
+        for size in blocks
     ]
 
 
@@ -246,7 +246,7 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
         )
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     sizes = [BLOCKS[kernel, True][64, 2] for kernel in ("forward", "keys", "rows", "tables")]
-    assert len(kernels) == 5 + len({(one.rows, one.keys) for one in sizes})
+    assert len(kernels) == 5 + len({(blocks.rows, blocks.keys) for blocks in sizes})
     assert all(not isinstance(node.kwargs["grid"][0][0], int) for node in kernels)
     assert len(traced.graph.nodes) < 1500
 

@@ -43,8 +43,8 @@ def inverse_by_lists(index, num_rows) -> torch.Tensor:
     for rows in (rows.tolist() for rows in index):
         places.append([rows.index(row) + before if row in rows else -1 for row in range(num_rows)])
         before += len(rows)
-    found = torch.tensor(places, dtype=torch.int64).view(len(index), num_rows)
-    return found[0] if len(index) == 1 else found
+    inverse = torch.tensor(places, dtype=torch.int64).view(len(index), num_rows)
+    return inverse[0] if len(index) == 1 else inverse
 
 
 def problem(sizes, lengths, width, dtype=torch.float64, *, seed=0, ids=torch.int64, known=False) -> Problem:
@@ -69,7 +69,7 @@ def check(given: Problem, runner: Runner) -> None:
         assert_is(given, by_lists, close=1e-14)
     else:
         harness.assert_equal(
-            [one.cpu() for one in results(given, runner)], results(given, Runner("reference", "cpu"))
+            [result.cpu() for result in results(given, runner)], results(given, Runner("reference", "cpu"))
         )
 
 
@@ -154,7 +154,7 @@ def test_the_library_ops(num_maps, known, monkeypatch):
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
     values = [torch.randn(size, 6, requires_grad=True) for size in (7, 3)]
     maps = [torch.tensor([9, 4, -1, 0]), torch.tensor([2, 9, 8])][:num_maps]
-    sizes, index = [len(one) for one in maps], torch.cat(maps)
+    sizes, index = [len(rows) for rows in maps], torch.cat(maps)
     inverse = triton_ops.invert_each(index, sizes, 10) if known else None
     arguments = (values, index, inverse, sizes)
     harness.opcheck(triton_ops.gather_rows_triton, arguments, differentiable=True)
@@ -178,13 +178,13 @@ def test_on_a_gpu_auto_takes_it_but_in_an_exported_graph():
 def test_views_odd_addresses_and_transposed_gradients(runner):
     joint = torch.randn(501, 3 * 256 + 1, device=runner.device).to(runner.half).requires_grad_()
     index = torch.randperm(500, device=runner.device)
-    found = []
+    pairs = []
     for backend in ("triton", "reference"):
         _, a, b = joint[1:].split([1, 256, 512], dim=1)
         out = gather_rows([a, b[:, :256]], torch.cat([index, index + 500]), backend=backend)
         cotangent = torch.randn(256, 1000, generator=torch.Generator().manual_seed(1)).to(out)
-        found.append([out.detach(), *torch.autograd.grad(out, joint, cotangent.t())])
-    harness.assert_equal(*found)
+        pairs.append([out.detach(), *torch.autograd.grad(out, joint, cotangent.t())])
+    harness.assert_equal(*pairs)
 
 
 def test_blocks_hold_whole_rows_or_equal_parts_of_them():

@@ -176,8 +176,8 @@ def test_targets_can_be_cut_off_and_in_slices(trusted, batch, start, size, runne
     prefix, index = layout.without_targets()
     assert_layout(prefix, contextual, [(uih, 0) for uih, _ in shapes], not trusted)
     assert index.tolist() == [row for row, token in tokens if token.kind != TARGET]
-    some, index = layout.targets_between(start, start + size)
-    assert_layout(some, 0, [(0, min(max(targets - start, 0), size)) for _, targets in shapes], not trusted)
+    sliced, index = layout.targets_between(start, start + size)
+    assert_layout(sliced, 0, [(0, min(max(targets - start, 0), size)) for _, targets in shapes], not trusted)
     expected = []
     for row, token in tokens:
         number = token.position - contextual - shapes[token.sample][0]
@@ -221,7 +221,7 @@ def test_parts_without_host_copies_are_truncated_to_one_bound():
 
 def test_what_is_derived_from_a_joined_layout_is_joined():
     shapes = ([(5, 2), (0, 1)], [(1, 2), (4, 1)])
-    joined = SequenceLayout.join([layout_of(2, own) for own in shapes])
+    joined = SequenceLayout.join([layout_of(2, part) for part in shapes])
     flat = layout_of(2, shapes[0] + shapes[1])
     for derive in (
         SequenceLayout.history_only,
@@ -230,13 +230,13 @@ def test_what_is_derived_from_a_joined_layout_is_joined():
         lambda layout: layout.truncate(3),
         lambda layout: layout.targets_between(1, 2),
     ):
-        (found, index), (expected, rows) = derive(joined), derive(flat)
-        assert index.tolist() == rows.tolist() and found.lengths.tolist() == expected.lengths.tolist()
-        assert [part.batch_size for part in found.parts] == [2, 2] and found.max_len == expected.max_len
-    found, index = joined.select([1])
+        (derived, index), (expected, rows) = derive(joined), derive(flat)
+        assert index.tolist() == rows.tolist() and derived.lengths.tolist() == expected.lengths.tolist()
+        assert [part.batch_size for part in derived.parts] == [2, 2] and derived.max_len == expected.max_len
+    derived, index = joined.select([1])
     expected, rows = flat.select([1, 3])
-    assert index.tolist() == rows.tolist() and found.lengths.tolist() == expected.lengths.tolist()
-    assert [part.lengths.tolist() for part in found.parts] == [[3], [7]]
+    assert index.tolist() == rows.tolist() and derived.lengths.tolist() == expected.lengths.tolist()
+    assert [part.lengths.tolist() for part in derived.parts] == [[3], [7]]
 
 
 def test_moving_keeps_totals_on_the_host():

@@ -209,8 +209,8 @@ def test_a_decay_of_nothing_has_no_gradient(form, runner):
     their factors have been rounded."""
     given = problem([(37, 3)], (16, 16), strength=0.5, **form)
     given.tensors["initial_state"].zero_()
-    found = results(given.cast(runner.half, **WIDE), runner)
-    of_decays = found[2 + list(given.tensors).index("log_decay")]
+    values = results(given.cast(runner.half, **WIDE), runner)
+    of_decays = values[2 + list(given.tensors).index("log_decay")]
     assert of_decays.abs().max() > 1 and of_decays[0].abs().max() < 1e-4
 
 
@@ -235,8 +235,8 @@ def test_the_ops_of_traced_graphs(delta, monkeypatch):
 
 @pytest.mark.gpu
 def test_another_width_in_between_changes_nothing():
-    first, other = (problem(RAGGED, dims).cast(torch.bfloat16) for dims in ((64, 64), (32, 32)))
-    before, _, after = (results(given, ON_GPU) for given in (first, other, first))
+    first, narrower = (problem(RAGGED, dims).cast(torch.bfloat16) for dims in ((64, 64), (32, 32)))
+    before, _, after = (results(given, ON_GPU) for given in (first, narrower, first))
     harness.assert_equal(before, after)
 
 
@@ -276,7 +276,7 @@ def test_one_compiled_graph_for_all_sizes():
 def test_an_exported_graph_needs_no_op_of_ours_and_serves_all_sizes(delta):
     model, (*_, arguments) = Model(), given_to(BATCHES[0], delta)
     with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):
-        dims = tuple(None if one is None else {0: Dim.DYNAMIC} for one in arguments)
+        dims = tuple(None if argument is None else {0: Dim.DYNAMIC} for argument in arguments)
         program = torch.export.export(model, arguments, dynamic_shapes=dims, strict=False)
     nodes = [str(node.target) for node in program.graph.nodes]
     assert "while_loop" in nodes and not any(node.startswith("recsys") for node in nodes)

@@ -25,12 +25,12 @@ def assembled(function, constants, boxes, folder):
     types["grad"] = "*bf16" if constants.get("OF_WEIGHT") else "*fp32"
     constants = constants | {"num_warps": hopper_ops.WARPS}
     shapes = {name: (1, 1, *shape) for name, shape in boxes.items() if name in function.arg_names}
-    found = assemble(function, types, constants, folder, other="i32", boxes=shapes)
-    return found, found.product_loops
+    made = assemble(function, types, constants, folder, other="i32", boxes=shapes)
+    return made, made.product_loops
 
 
-def check_resources(found, sizes, spilled=SPILLED):
-    found.check_resources(sizes.strips * sizes.computing_registers + sizes.loading_registers, spilled)
+def check_resources(made, sizes, spilled=SPILLED):
+    made.check_resources(sizes.strips * sizes.computing_registers + sizes.loading_registers, spilled)
 
 
 def widths(table, usual):
@@ -42,24 +42,24 @@ def test_the_sums(width, tmp_path):
     sizes = hopper_ops.FORWARD[width]
     boxes = {"own_desc": (64, width), "other_desc": (sizes.others, width)}
     constants = hopper_ops.constants_of(sizes, width)
-    found, loops = assembled(hopper_kernels.forward_kernel, constants, boxes, tmp_path)
-    check_resources(found, sizes)
+    made, loops = assembled(hopper_kernels.forward_kernel, constants, boxes, tmp_path)
+    check_resources(made, sizes)
     assert len(loops) == sizes.strips
 
 
 @pytest.mark.parametrize("with_scale", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("of_weight", [False, True])
-@pytest.mark.parametrize("width", widths(hopper_ops.OF_HIDDEN, 128))
+@pytest.mark.parametrize("width", widths(hopper_ops.GRADIENTS, 128))
 def test_the_gradients(width, of_weight, with_scale, tmp_path):
-    sizes = (hopper_ops.OF_WEIGHT if of_weight else hopper_ops.OF_HIDDEN)[width]
+    sizes = hopper_ops.GRADIENTS[width]
     if of_weight and with_scale:
         pytest.skip("there is no such kernel")
     boxes = {"own_desc": (64, width), "other_desc": (sizes.others, width)}
     kind = {"OF_WEIGHT": of_weight, "HAS_TARGET": True, "WITH_SCALE": with_scale}
     constants = hopper_ops.constants_of(sizes, width) | kind
-    found, loops = assembled(hopper_kernels.gradient_kernel, constants, boxes, tmp_path)
+    made, loops = assembled(hopper_kernels.gradient_kernel, constants, boxes, tmp_path)
     # A learnable temperature takes registers for its sums.
-    check_resources(found, sizes, 5 * SPILLED if with_scale else SPILLED)
+    check_resources(made, sizes, 5 * SPILLED if with_scale else SPILLED)
     assert len(loops) == sizes.strips
     for loop in loops if width < 256 else []:  # there the assembler sinks them; the other strip's overlap
         check_shadow(opcodes(loop), width, sizes.others)
@@ -86,6 +86,6 @@ def test_wide_rows(kernel, tmp_path):
     if kernel == "score_grads":
         constants |= {"HAS_TARGET": True, "WITH_SCALE": False}
     function = getattr(hopper_wide, f"{kernel}_kernel")
-    found, loops = assembled(function, constants, boxes, tmp_path)
-    check_resources(found, sizes)
+    made, loops = assembled(function, constants, boxes, tmp_path)
+    check_resources(made, sizes)
     assert len(loops) == sizes.strips

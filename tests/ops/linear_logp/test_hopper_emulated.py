@@ -29,9 +29,9 @@ def emulated(monkeypatch):
     monkeypatch.setattr(row_launch, "project", project)
     mm = torch.mm
 
-    def product(one, other, out_dtype=None, **rest):
+    def product(left, right, out_dtype=None, **rest):
         """PyTorch has `out_dtype` on CUDA only."""
-        return mm(one.to(out_dtype or one.dtype), other.to(out_dtype or other.dtype), **rest)
+        return mm(left.to(out_dtype or left.dtype), right.to(out_dtype or right.dtype), **rest)
 
     monkeypatch.setattr(torch, "mm", product)
 
@@ -83,22 +83,21 @@ def compare(operands, parts, upstream, *, exactly):
     if exactly:
         torch.testing.assert_close(got.maximum, parts.maximum, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got.total, parts.total, rtol=1e-4, atol=1e-5)
-    ours, theirs = (one.maximum + one.total.log() for one in (got, parts))
+    ours, theirs = (sums.maximum + sums.total.log() for sums in (got, parts))
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-5)
     wanted = RequestedGrads(True, True, False, True)
     ours, theirs = (way.backward(operands, upstream, wanted) for way in (hopper_ops, reference))
     for name in ("hidden", "weight", "scale"):
-        one, other = (getattr(found, name).float() for found in (ours, theirs))
+        grad, want = (getattr(grads, name).float() for grads in (ours, theirs))
         # One rounding to bfloat16 of each dz, and of the gradient of the weight.
-        assert (one - other).norm() <= 6e-3 * other.norm() + 1e-6, name
+        assert (grad - want).norm() <= 6e-3 * want.norm() + 1e-6, name
 
 
 @pytest.mark.parametrize(("others", "stages", "strips"), [(64, 2, 2), (128, 3, 2), (128, 2, 4)])
 def test_other_sizes(others, stages, strips, monkeypatch):
     sizes = hopper_ops.KernelSizes(others, stages, strips, 120)
     monkeypatch.setitem(hopper_ops.FORWARD, 128, sizes)
-    for table in (hopper_ops.OF_HIDDEN, hopper_ops.OF_WEIGHT):
-        monkeypatch.setitem(table, 128, sizes._replace(strips=2))
+    monkeypatch.setitem(hopper_ops.GRADIENTS, 128, sizes._replace(strips=2))
     test_sums_and_gradients((300, 700, 72), True)
 
 

@@ -171,8 +171,8 @@ def test_one_output_alone(output, runner):
 @pytest.mark.parametrize("name", FLOATS)
 def test_one_gradient_alone(name, runner):
     def with_others_detached(**arguments):
-        for other in set(FLOATS) - {name}:
-            arguments[other] = arguments[other].detach()
+        for rest in set(FLOATS) - {name}:
+            arguments[rest] = arguments[rest].detach()
         return linear_logp(**arguments)
 
     given = problem(9, 8, 3)
@@ -217,8 +217,8 @@ def test_no_rows_and_no_candidates(rows, candidates, runner):
     given.options["target"] = torch.full((rows,), IGNORED)
     outputs, leaves = harness.call(given.cast(torch.float32), runner)
     assert [tuple(out.shape) for out in outputs] == [(rows,), (rows,)]
-    found = torch.autograd.grad(sum(out.sum() for out in outputs), leaves)
-    for leaf, gradient in zip(leaves, found, strict=True):
+    grads = torch.autograd.grad(sum(out.sum() for out in outputs), leaves)
+    for leaf, gradient in zip(leaves, grads, strict=True):
         assert gradient.shape == leaf.shape and not gradient.any()
 
 
@@ -327,15 +327,15 @@ def test_the_loss_of_a_retriever_in_bfloat16(drawn):
         tensors["positives"] = normal(700, 50, seed=2)
         options |= {"item_ids": torch.randint(1000, (400,)), "log_weights": torch.randn(400)}
     loss = SoftmaxLoss(pb.SoftmaxLoss(temperature=0.05))
-    found = []
+    pairs = []
     for dtype, backend in ((torch.bfloat16, "triton"), (torch.float64, "reference")):
         leaves = {name: tensor.cuda().to(dtype).requires_grad_() for name, tensor in tensors.items()}
         moved = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         out = loss(**leaves, **moved)
         assert last_backend("linear_logp") == backend
-        found.append([out.detach(), *harness.gradients([out], list(leaves.values()))])
-    assert found[0][0].dtype == torch.float32
-    for ours, want in zip(*found, strict=True):
+        pairs.append([out.detach(), *harness.gradients([out], list(leaves.values()))])
+    assert pairs[0][0].dtype == torch.float32
+    for ours, want in zip(*pairs, strict=True):
         assert (ours.double() - want).norm() <= 2.0**-7 * want.norm()
 
 
@@ -368,10 +368,10 @@ def test_wrong_targets_are_nan_and_write_nothing(runner):
     for row, number in zip(ignored.tolist(), (-1, 300, 2**40, -(2**40), 301), strict=False):
         target[row] = number
     right = harness.results(given, runner)
-    found = harness.results(given.with_options(target=target), runner)
-    assert torch.equal(found[0].isnan(), target != given.options["target"])
-    found[0] = torch.where(found[0].isnan(), 0, found[0])
-    harness.assert_equal(found, right)
+    got = harness.results(given.with_options(target=target), runner)
+    assert torch.equal(got[0].isnan(), target != given.options["target"])
+    got[0] = torch.where(got[0].isnan(), 0, got[0])
+    harness.assert_equal(got, right)
 
 
 @pytest.mark.gpu

@@ -39,13 +39,13 @@ def compare(rank: int, runner: Runner, whole: Problem, cuts: tuple[int, int, int
     operands, leaves = shard(*names)
     got = sharded(operands)
     assert last_backend("linear_logp") == runner.backend
-    found = gradients(got, leaves)
+    shard_grads = gradients(got, leaves)
     if runner != REFERENCE:
-        for ours, exactly in zip([*got, *found], [*want, *right], strict=True):
+        for ours, exactly in zip([*got, *shard_grads], [*want, *right], strict=True):
             assert (ours.detach().cpu().double() - exactly).norm() <= 2**-7 * exactly.norm() + 1e-4
         return
     assert_close(got, want, 1e-12)
-    assert_close(found, right, 1e-11)
+    assert_close(shard_grads, right, 1e-11)
     for name, exactly in zip(names, right, strict=True):
         operands, leaves = shard(name)
         assert_close(gradients(sharded(operands), leaves), [exactly], 1e-11)

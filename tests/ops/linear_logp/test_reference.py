@@ -30,10 +30,10 @@ def test_a_bias_of_minus_infinity_leaves_a_candidate_out():
     outputs, leaves = harness.call(given, harness.REFERENCE)
     wanted, wanted_leaves = harness.call(dataclasses.replace(given, tensors=fewer), harness.REFERENCE)
     assert_close(outputs, wanted, 1e-12)
-    found = dict(zip(given.tensors, gradients(outputs, leaves), strict=True))
-    assert not found["weight"][7].any() and found["bias"][7] == 0
-    found |= {name: found[name][:7] for name in ("weight", "bias")}
-    assert_close(list(found.values()), gradients(wanted, wanted_leaves), 1e-12)
+    grads = dict(zip(given.tensors, gradients(outputs, leaves), strict=True))
+    assert not grads["weight"][7].any() and grads["bias"][7] == 0
+    grads |= {name: grads[name][:7] for name in ("weight", "bias")}
+    assert_close(list(grads.values()), gradients(wanted, wanted_leaves), 1e-12)
 
 
 def test_bfloat16_is_widened_before_the_first_product():
@@ -92,8 +92,8 @@ def test_autocast_does_not_reach_the_scores():
     plain = linear_logp(**given)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = linear_logp(**given)
-        found = gradients(inside, leaves_of(given))
-    assert_equal([*inside, *found], [*plain, *gradients(plain, leaves_of(given))])
+        grads = gradients(inside, leaves_of(given))
+    assert_equal([*inside, *grads], [*plain, *gradients(plain, leaves_of(given))])
 
 
 def arguments(**changes):
@@ -143,6 +143,6 @@ def test_auto_leaves_small_catalogues_to_triton(items, width, auto, normalized, 
     monkeypatch.setattr(hopper.triton_support, "support", lambda device, dtype: SUPPORTED)
     given = (torch.empty(7, width, device="meta"), torch.empty(items, width, device="meta"))
     target = torch.empty(7, dtype=torch.int64, device="meta")
-    facts = logp_facts(*(one.bfloat16() for one in given), target, l2_normalize=normalized)
+    facts = logp_facts(*(rows.bfloat16() for rows in given), target, l2_normalize=normalized)
     support = hopper.supports(dataclasses.replace(facts, device="cuda"))
     assert (support.ok, support.auto) == (True, auto)

@@ -30,15 +30,15 @@ def by_rows(x, norm_weight, norm_bias, weight, bias, eps):
         mean = sum(token) / len(token)
         variance = sum((entry - mean) ** 2 for entry in token) / len(token)
         normed = (token - mean) / torch.sqrt(variance + eps) * norm_weight + norm_bias
-        rows.append(torch.stack([sum(one * normed) for one in weight]) + bias)
+        rows.append(torch.stack([sum(row * normed) for row in weight]) + bias)
     return torch.stack(rows)
 
 
 def parts_and_x(x, product, backend, **named):
     """All outputs of `norm_linear`, the argument among them; exact runs compute in float64 throughout."""
     dtype = None if x.dtype == torch.float64 else product
-    found = norm_linear(x, **named, dtype=dtype, backend=backend)
-    return [*found.parts, found.x]
+    made = norm_linear(x, **named, dtype=dtype, backend=backend)
+    return [*made.parts, made.x]
 
 
 def problem(rows, width, tokens=torch.float64, product=None, widths=WIDTHS, **options) -> Problem:
@@ -69,16 +69,16 @@ def test_statistics_in_float32_and_products_in_the_given_type():
     """As a layer of PyTorch's modules computes it, and not further from exact than a rounding or two."""
     leaves = inputs(40, 64, dtype=torch.float32)
     x = leaves[0].detach().bfloat16()
-    found = norm_linear(x, *leaves[1:], WIDTHS, dtype=torch.bfloat16)
-    assert {part.dtype for part in found.parts} == {torch.bfloat16}
+    made = norm_linear(x, *leaves[1:], WIDTHS, dtype=torch.bfloat16)
+    assert {part.dtype for part in made.parts} == {torch.bfloat16}
     exact = norm_linear(x.double(), *(tensor.double() for tensor in leaves[1:]), WIDTHS)
-    for got, want in zip(found.parts, exact.parts, strict=True):
+    for got, want in zip(made.parts, exact.parts, strict=True):
         assert (got.double() - want).norm() <= 2**-7 * want.norm()
     norm = nn.LayerNorm(64, eps=1e-6)
     norm.weight, norm.bias = (nn.Parameter(tensor.detach()) for tensor in leaves[1:3])
     normed = norm(x.float()).bfloat16()
     same = nn.functional.linear(normed, leaves[3].bfloat16(), leaves[4].bfloat16())
-    assert torch.equal(torch.cat(found.parts, dim=1), same)
+    assert torch.equal(torch.cat(made.parts, dim=1), same)
 
 
 def arguments(**changes):
@@ -153,13 +153,13 @@ def test_random_shapes(data):
 @pytest.mark.parametrize("runner", runners("triton"))
 def test_the_parts_lie_side_by_side_and_their_gradients_too(runner):
     leaves = [t.detach().to(runner.device, torch.float32).requires_grad_() for t in inputs(9)]
-    found = norm_linear(*leaves, WIDTHS, backend="triton")
-    places = [found.grad_buffer.place(part) for part in found.parts]
-    for part, place, first in zip(found.parts, places, (0, 3, 7), strict=True):
+    made = norm_linear(*leaves, WIDTHS, backend="triton")
+    places = [made.grad_buffer.place(part) for part in made.parts]
+    for part, place, first in zip(made.parts, places, (0, 3, 7), strict=True):
         assert part.stride() == place.stride() == (sum(WIDTHS), 1)
         assert part.storage_offset() == place.storage_offset() == first
         place.fill_(1.0)
-    got = torch.autograd.grad(found.parts, leaves[0], places)[0]
+    got = torch.autograd.grad(made.parts, leaves[0], places)[0]
     same = norm_linear(*leaves, WIDTHS, backend="reference").parts
     want = torch.autograd.grad([part.sum() for part in same], leaves[0])[0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -190,11 +190,11 @@ def test_parameters_that_need_no_gradient_get_none():
 def test_without_gradients_the_same_numbers_and_no_buffer(autocast):
     given = [tensor.detach().float() for tensor in inputs(30, 20)]
     with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
-        found = norm_linear(*given, WIDTHS, dtype=torch.float16, backend="triton")
+        made = norm_linear(*given, WIDTHS, dtype=torch.float16, backend="triton")
         with torch.no_grad():
             again = norm_linear(*given, WIDTHS, dtype=torch.float16, backend="triton")
-    assert found.grad_buffer is not None and again.grad_buffer is None and again.x is given[0]
-    harness.assert_equal(found.parts, again.parts)
+    assert made.grad_buffer is not None and again.grad_buffer is None and again.x is given[0]
+    harness.assert_equal(made.parts, again.parts)
 
 
 test_in_the_interpreter = harness.interpreter_test(__file__)

@@ -43,9 +43,9 @@ def test_the_sum_and_all_gradients(types, rows, with_bias, runner):
 
     ours, theirs = results(runner, given, fused), results(runner, given, plain)
     exact = results(runner, [tensor.double() for tensor in given], plain)
-    for got, other, want in zip(ours, theirs, exact, strict=True):
-        assert got.dtype == other.dtype
-        allowed = 2 * (other.double() - want).norm() + 1e-6 * want.norm()
+    for got, reference, want in zip(ours, theirs, exact, strict=True):
+        assert got.dtype == reference.dtype
+        allowed = 2 * (reference.double() - want).norm() + 1e-6 * want.norm()
         assert (got.double() - want).norm() <= allowed
 
 

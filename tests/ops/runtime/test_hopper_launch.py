@@ -73,15 +73,15 @@ def test_the_first_launch_is_tritons_and_the_next_goes_straight(kernel):
     assert len(kernel.slow) == len(kernel.launched) == 1
     grid, arguments, constants = kernel.slow[0]
     assert grid == (3,) and arguments[2:] == (5, 0.5) and constants == {"D": 64}
-    found = kernel.launched[0]
+    given = kernel.launched[0]
     descriptor = gluon_descriptor(Boxes(tensor, 64, 64))
-    assert found[:6] == (3, 1, 1, 11, 7, False) and found[9] == (4, 1, 0)
-    assert found[13][1] == tensor.data_ptr() and found[13][2][-3:-1] == (
+    assert given[:6] == (3, 1, 1, 11, 7, False) and given[9] == (4, 1, 0)
+    assert given[13][1] == tensor.data_ptr() and given[13][2][-3:-1] == (
         tuple(descriptor.shape),
         tuple(descriptor.strides),
     )
-    assert list(found[14:22]) == [*descriptor.shape, *descriptor.strides]
-    assert found[22:] == (pointer.data_ptr(), 6, 0.5, None, None)
+    assert list(given[14:22]) == [*descriptor.shape, *descriptor.strides]
+    assert given[22:] == (pointer.data_ptr(), 6, 0.5, None, None)
 
 
 def test_another_key_or_kernel_is_tritons(kernel):
@@ -188,8 +188,8 @@ def test_numbers_that_triton_compiles_for_are_part_of_the_key(kernel):
     assert given[10:] == (1, 64, 2.0, None, None)
     others = [{"stride": 1}, {"x": x.double()}, {"tensor": rows(dtype=torch.float16)}]
     others.append({"constants": {"WIDTH": 32}})
-    for number, other in enumerate(others):
-        assert call(**other) == call(**other) == 2 + number
+    for number, changes in enumerate(others):
+        assert call(**changes) == call(**changes) == 2 + number
     odd = torch.zeros(5)[1:]
     assert call(x=odd) == 6 and call(x=odd) == 7
 

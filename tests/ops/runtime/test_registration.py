@@ -84,8 +84,8 @@ def op(request):
 
 def check_gradients(call, rows: int) -> None:
     inputs, cotangent = batch(rows), torch.randn(rows, 5)
-    found = torch.autograd.grad(call(*inputs), inputs, cotangent)
-    for got, want in zip(found, torch.autograd.grad(right(*inputs), inputs, cotangent), strict=True):
+    grads = torch.autograd.grad(call(*inputs), inputs, cotangent)
+    for got, want in zip(grads, torch.autograd.grad(right(*inputs), inputs, cotangent), strict=True):
         torch.testing.assert_close(got, want)
 
 
@@ -148,4 +148,9 @@ def test_a_function_takes_at_most_eight_parameters():
 
 def map_names(decorators: list[ast.expr]) -> set[str]:
     """The attributes that decorators name, such as jit of triton.jit."""
-    return {node.attr for one in decorators for node in ast.walk(one) if isinstance(node, ast.Attribute)}
+    return {
+        node.attr
+        for decorator in decorators
+        for node in ast.walk(decorator)
+        if isinstance(node, ast.Attribute)
+    }

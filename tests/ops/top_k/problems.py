@@ -30,9 +30,9 @@ class Problem(NamedTuple):
 
 def found_by(problem: Problem, k: int, runner: Runner) -> TopK:
     """The answer of the runner's backend; asserts that it ran."""
-    found = top_k(**problem.arguments(k), backend=runner.backend)
+    answer = top_k(**problem.arguments(k), backend=runner.backend)
     assert last_backend("top_k") == runner.backend
-    return found
+    return answer
 
 
 def whole_numbers(queries: int, items: int, width: int, seed: int, largest: int = 2) -> Problem:
@@ -87,7 +87,7 @@ def exact_scores(problem: Problem) -> Tensor:
     return scores
 
 
-def assert_best(found: TopK, problem: Problem, k: int) -> None:
+def assert_best(answer: TopK, problem: Problem, k: int) -> None:
     """Each score is that of its item, each place has the score that it must have, and no item is twice there.
 
     Scores may be off by 4e-6 of the largest product of lengths, which orders no items otherwise.
@@ -97,10 +97,10 @@ def assert_best(found: TopK, problem: Problem, k: int) -> None:
         scores = torch.nn.functional.pad(scores, (0, k - scores.shape[1]), value=-torch.inf)
     best = scores.topk(k).values
     left = best > -torch.inf
-    assert torch.equal(found.items >= 0, left) and torch.equal(found.scores > -torch.inf, left)
+    assert torch.equal(answer.items >= 0, left) and torch.equal(answer.scores > -torch.inf, left)
     lengths = (rows.double().norm(dim=1).amax() for rows in (problem.queries, problem.items))
     error = 4e-6 * torch.stack(list(lengths)).prod()
-    for want in (best, scores.gather(1, found.items.clamp(min=0))):
-        assert ((found.scores.double() - want)[left].abs() <= error).all()
-    ordered = found.items.sort(1).values
+    for want in (best, scores.gather(1, answer.items.clamp(min=0))):
+        assert ((answer.scores.double() - want)[left].abs() <= error).all()
+    ordered = answer.items.sort(1).values
     assert not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()

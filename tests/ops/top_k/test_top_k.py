@@ -46,10 +46,10 @@ def small_sizes(monkeypatch):
 
 def assert_sorted(problem: Problem, k: int, runner: Runner, dtype: torch.dtype) -> None:
     """Scores and items are those of sorting, ties and all; the numbers must be exact in any type."""
-    found = found_by(problem.placed(runner, dtype), k, runner)
+    answer = found_by(problem.placed(runner, dtype), k, runner)
     scores, items = brute_force(problem, k)
-    assert found.items.tolist() == items
-    assert found.scores.tolist() == scores
+    assert answer.items.tolist() == items
+    assert answer.scores.tolist() == scores
 
 
 @settings(max_examples=60, deadline=None)
@@ -143,11 +143,11 @@ def test_what_is_not_finite_is_looked_at():
     problem.items[130] = 1e5  # more than float16 holds
     problem.queries[2] *= 1e4
     problem.queries[3] = problem.queries[3].abs()
-    found, want = found_by(problem, 6, INTERPRETER), found_by(problem, 6, REFERENCE)
+    answer, want = found_by(problem, 6, INTERPRETER), found_by(problem, 6, REFERENCE)
     is_number = ~(problem.queries @ problem.items.T).isnan().any(1)
     assert is_number.any()
-    assert torch.equal(found.items[is_number], want.items[is_number])
-    torch.testing.assert_close(found.scores[is_number], want.scores[is_number])
+    assert torch.equal(answer.items[is_number], want.items[is_number])
+    torch.testing.assert_close(answer.scores[is_number], want.scores[is_number])
 
 
 @by_kernels
@@ -157,8 +157,8 @@ def test_equal_items_and_a_query_of_zeros_come_in_order(runner):
     items = torch.randn(12, generator=torch.Generator().manual_seed(1)).expand(number, 12)
     queries = torch.stack([torch.zeros(12), items[0], -items[0]])
     problem = Problem(queries, items, torch.tensor([1, 2, 0]), torch.tensor([2, 1, 0])).placed(runner)
-    found = found_by(problem, 4, runner)
-    assert found.items.tolist() == [[0, 3, 4, 5], [1, 2, 3, 4], [0, 1, 2, 3]]
+    answer = found_by(problem, 4, runner)
+    assert answer.items.tolist() == [[0, 3, 4, 5], [1, 2, 3, 4], [0, 1, 2, 3]]
 
 
 @by_kernels
@@ -186,16 +186,16 @@ def test_the_best_items_are_removed(length, runner):
 def test_rows_that_do_not_lie_side_by_side(runner):
     problem = around_centres(3, 50, 12, seed=5).placed(runner)
     wide = Problem(problem.queries.T.contiguous().T, problem.items.repeat(1, 2)[:, :12], *problem[2:])
-    want, found = (found_by(rows, 3, runner) for rows in (problem, wide))
-    assert torch.equal(found.items, want.items) and torch.equal(found.scores, want.scores)
+    want, answer = (found_by(rows, 3, runner) for rows in (problem, wide))
+    assert torch.equal(answer.items, want.items) and torch.equal(answer.scores, want.scores)
 
 
 def test_scores_are_those_of_the_product_to_the_bit():
     """Negative ones, zeros of both signs, tiny ones and infinities too; what is -inf cannot be found."""
     scores = torch.tensor([1.5, -1.5, 0.0, -0.0, 1e-45, -1e-45, torch.inf, 3e38, -3e38, -torch.inf])
-    found = top_k(torch.ones(1, 1), scores[:, None], 10, removed=NONE, removed_lengths=torch.tensor([0]))
-    assert found.items.tolist() == [[6, 7, 0, 4, 2, 3, 5, 1, 8, -1]]
-    assert found.scores.tolist() == [[*scores[found.items[0, :9]].tolist(), -torch.inf]]
+    answer = top_k(torch.ones(1, 1), scores[:, None], 10, removed=NONE, removed_lengths=torch.tensor([0]))
+    assert answer.items.tolist() == [[6, 7, 0, 4, 2, 3, 5, 1, 8, -1]]
+    assert answer.scores.tolist() == [[*scores[answer.items[0, :9]].tolist(), -torch.inf]]
 
 
 @pytest.mark.parametrize("num_items", [5, 1000])
@@ -204,8 +204,8 @@ def test_the_reference_does_not_wait_for_the_device(num_items):
     device, lengths = torch.device("meta"), torch.tensor([2, 0, 1])
     queries, items = torch.ones(3, 4, device=device), torch.ones(num_items, 4, device=device)
     with mock.patch.object(reference, "BLOCK", 600):
-        found = top_k(queries, items, 3, removed=torch.tensor([1, 4, 2]), removed_lengths=lengths)
-    assert (found.scores.shape, found.items.shape) == ((3, 3), (3, 3))
+        answer = top_k(queries, items, 3, removed=torch.tensor([1, 4, 2]), removed_lengths=lengths)
+    assert (answer.scores.shape, answer.items.shape) == ((3, 3), (3, 3))
 
 
 @everywhere
@@ -307,8 +307,8 @@ def test_random_sizes(dtype, width, k, queries, items, seed):
 def test_ties_are_settled_as_in_the_reference(queries, items, k, dtype):
     problem = whole_numbers(queries, items, 6, 2, largest=3).placed(ON_GPU, dtype)
     problem.queries[queries // 2] = 0
-    found, want = (found_by(problem, k, runner) for runner in (ON_GPU, REFERENCE))
-    assert torch.equal(found.items, want.items) and torch.equal(found.scores, want.scores)
+    answer, want = (found_by(problem, k, runner) for runner in (ON_GPU, REFERENCE))
+    assert torch.equal(answer.items, want.items) and torch.equal(answer.scores, want.scores)
 
 
 @pytest.mark.gpu
@@ -330,8 +330,8 @@ def test_nothing_waits_for_the_device(items, runner):
     problem = around_centres(300, items, 64, 3).placed(runner)
     want = found_by(problem, 10, runner)
     with harness.no_waiting():
-        found = found_by(problem, 10, runner)
-    assert torch.equal(found.items, want.items)
+        answer = found_by(problem, 10, runner)
+    assert torch.equal(answer.items, want.items)
 
 
 @pytest.mark.gpu
@@ -345,8 +345,8 @@ def test_rapid_alternation_of_sizes_compiles_nothing_anew():
     before = harness.artefacts(*kernels)
     rapid = [(i, found_by(problems[i], 10, ON_GPU)) for n in range(30) for i in (4, n % 4, 0, 3, 1)]
     torch.cuda.synchronize()
-    for i, found in rapid:
-        assert torch.equal(found.items, want[i].items) and torch.equal(found.scores, want[i].scores)
+    for i, answer in rapid:
+        assert torch.equal(answer.items, want[i].items) and torch.equal(answer.scores, want[i].scores)
     assert harness.artefacts(*kernels) == before
     assert_best(want[4], problems[4], 10)
 
@@ -360,9 +360,9 @@ def test_more_than_two_to_the_31_numbers():
     items[-3:] = torch.tensor([[1.0], [3.0], [2.0]], device="cuda")
     lengths = torch.ones(5, dtype=torch.int64)
     gone = torch.full((5,), num_items - 1)
-    found = top_k(torch.ones(5, 128, device="cuda"), items, 2, removed=gone, removed_lengths=lengths)
-    assert found.items.tolist() == [[num_items - 2, num_items - 3]] * 5
-    assert found.scores.tolist() == [[384.0, 128.0]] * 5
+    answer = top_k(torch.ones(5, 128, device="cuda"), items, 2, removed=gone, removed_lengths=lengths)
+    assert answer.items.tolist() == [[num_items - 2, num_items - 3]] * 5
+    assert answer.scores.tolist() == [[384.0, 128.0]] * 5
 
 
 @pytest.mark.gpu

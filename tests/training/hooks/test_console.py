@@ -59,8 +59,8 @@ def told(caplog):
     def say(*records) -> list[str]:
         hook = Console()
         hook.started(RUN)
-        for one in records:
-            (hook.trained if isinstance(one, Trained) else hook.evaluated)(one)
+        for record in records:
+            (hook.trained if isinstance(record, Trained) else hook.evaluated)(record)
         hook.close()
         return [r.message for r in caplog.records]
 

@@ -16,8 +16,8 @@ def record(step: int, loss: float = 0.5) -> Trained:
 def write(folder, first_step: int, *records) -> None:
     hook = MetricsFile()
     hook.started(Run(folder, "", first_step, 10))
-    for one in records:
-        (hook.trained if isinstance(one, Trained) else hook.evaluated)(one)
+    for record in records:
+        (hook.trained if isinstance(record, Trained) else hook.evaluated)(record)
     hook.close()
 
 

@@ -62,11 +62,11 @@ def test_of_a_cut_table_this_ranks_part(folder, monkeypatch, placement, first):
     monkeypatch.setattr(projector, "_part", lambda weight: part)
     items = frequent_items(pipeline, whole, limit=5)
     rows = rows_of(pipeline, IDS[:5]).tolist()
-    here = [(str(one), row) for one, row in zip(IDS, rows, strict=False) if first <= row < first + 7]
+    here = [(str(item), row) for item, row in zip(IDS, rows, strict=False) if first <= row < first + 7]
     if not here:
         assert items is None
         return
-    assert items.ids == [one for one, _ in here]
+    assert items.ids == [item for item, _ in here]
     assert torch.equal(items.vectors, whole[name][[row for _, row in here]])
 
 

@@ -18,9 +18,9 @@ def diagnosed(step, findings=None):
 
 def null(value):
     if isinstance(value, dict):
-        return {key: null(one) for key, one in value.items()}
+        return {key: null(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [null(one) for one in value]
+        return [null(entry) for entry in value]
     return None if value != value else value
 
 
@@ -42,8 +42,13 @@ def test_a_column_is_a_slice_with_what_is_in_it():
 
 
 def test_metrics_without_a_task_have_no_column_of_tasks():
-    one = {"history": [0, 0], "rows": 3, "candidates": 3, "metrics": {"mrr": 0.5, "hit_rate@10": None}}
-    rows = rows_of(html_of([diagnosed(9, {"slices": [one], "calibration": {}})], None), "slices")
+    slice_record = {
+        "history": [0, 0],
+        "rows": 3,
+        "candidates": 3,
+        "metrics": {"mrr": 0.5, "hit_rate@10": None},
+    }
+    rows = rows_of(html_of([diagnosed(9, {"slices": [slice_record], "calibration": {}})], None), "slices")
     assert rows == [
         ["metric", "no events3 rows3 candidates"],
         ["mrr", "0.5000"],
@@ -78,8 +83,8 @@ def test_the_numbers_of_bins_are_there_for_those_without_a_pointer():
 
 
 def test_the_best_state_is_shown_and_the_last_one_folded():
-    other = RESULTS.to_json() | {"calibration": {}}
-    html = html_of([train_record(60), diagnosed(80), diagnosed(60, other), evaluation(80, {})], 60)
+    empty = RESULTS.to_json() | {"calibration": {}}
+    html = html_of([train_record(60), diagnosed(80), diagnosed(60, empty), evaluation(80, {})], 60)
     assert re.findall(r"<summary>(.*?)</summary>", html) == ["The same for the last state, step 80", "3 bins"]
     shown, folded = html.split("The same for the last state")
     assert "the best state, step 60" in shown and "Calibration" not in shown
@@ -120,9 +125,9 @@ def test_one_class_has_a_chart(predicted, observed):
 
 
 def test_text_of_users_stays_text():
-    one = {"history": [1, 2], "rows": 1, "candidates": 1, "metrics": {"<i>t/<b>m": 0.5}}
+    slice_record = {"history": [1, 2], "rows": 1, "candidates": 1, "metrics": {"<i>t/<b>m": 0.5}}
     bins = [{"candidates": 1, "predicted": 0.5, "observed": 1.0}]
-    html = Balanced(html_of([diagnosed(5, {"slices": [one], "calibration": {"<u>t": bins}})], 5))
+    html = Balanced(html_of([diagnosed(5, {"slices": [slice_record], "calibration": {"<u>t": bins}})], 5))
     assert not {"i", "b>m", "u"} & set(html.tags)
     for text in ("<i>t", "<b>m", "<u>t"):
         assert any(text in shown for shown in html.texts), text

@@ -96,8 +96,8 @@ def load_item(items, place, num_places, num_heads):
 
 @gluon.jit
 def number_in(slot, column: gl.constexpr):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(slot.slice(column, 1, 0).load(one), 0)
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(slot.slice(column, 1, 0).load(single), 0)
 
 
 @gluon.jit

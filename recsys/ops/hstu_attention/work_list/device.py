@@ -398,9 +398,11 @@ def order_kernel(
     own_work = tl.load(work + number, mask=inside, other=0)[:, None]
     place = tl.zeros([LANES], tl.int32)
     for block in range(0, num_items, COMPARED):
-        other = block + tl.arange(0, COMPARED)
-        other_work = tl.load(work + other, mask=other < num_items, other=-1)[None, :]
-        is_before = (other_work > own_work) | ((other_work == own_work) & (other[None, :] < number[:, None]))
+        compared = block + tl.arange(0, COMPARED)
+        other_work = tl.load(work + compared, mask=compared < num_items, other=-1)[None, :]
+        is_before = (other_work > own_work) | (
+            (other_work == own_work) & (compared[None, :] < number[:, None])
+        )
         place += tl.sum(is_before.to(tl.int32), 1)
     column = tl.arange(0, PADDED)[None, :]
     used = inside[:, None] & (column < COLUMNS)

@@ -67,16 +67,16 @@ def test_gradients_are_as_near_as_the_reference(times, shapes, contextual, rows,
 def test_parts_of_the_items_add_up(emulated, monkeypatch):
     from recsys.ops.hstu_attention.bias import launch as bias_launch
 
-    found, starts = [], []
+    grads, starts = [], []
     monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
     for small in (bias_launch.SMALL_RECORDS, 100):
         monkeypatch.setattr(bias_launch, "SMALL_RECORDS", small)
         given = large([(70, 20), (64, 0)], 1, (DIM, DIM), torch.float16, 1, heads=1, times="hours")
-        found.append(gradients(given))
+        grads.append(gradients(given))
         starts.append(bias_launch.num_parts(4, given.options["layout"], DIM))
     assert starts == [1, 2]
-    for ours, other in zip(*found, strict=True):
-        torch.testing.assert_close(ours, other, rtol=2**-10, atol=1e-6)  # in float16
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=1e-6)  # in float16
 
 
 test_the_kernel_in_the_emulator = harness.interpreter_test(__file__)
@@ -105,6 +105,6 @@ def test_two_programs_share_a_processor_and_no_product_waits(every, dtype, tmp_p
     assert 2 * (made.metadata.shared + int(declared) + 1024) <= 228 * 1024
     packed = re.findall(r"packed_element = 32 .*-> tensor<64x64x\w+, (#\w+)>", made.asm["ttgir"])
     assert len(packed) == 2
-    (layout,) = {re.findall(rf"^{one} = (.*)$", made.asm["ttgir"], re.MULTILINE)[0] for one in packed}
+    (layout,) = {re.findall(rf"^{name} = (.*)$", made.asm["ttgir"], re.MULTILINE)[0] for name in packed}
     assert "#ttg.nvidia_mma<{versionMajor = 3" in layout, layout
     assert "warpsPerCTA = [4, 1], instrShape = [16, 64, 16]" in layout, layout

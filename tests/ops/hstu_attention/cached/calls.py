@@ -20,7 +20,7 @@ def attend(q, k, v, *, layout, mask, parts, backend, **rest):
     bias = RelativeBias(*(rest.pop(name) for name in BIAS)) if "time_table" in rest else None
     bias = None if bias is None else parts.bias(bias)
     if INTERPRETED and backend == "triton":
-        arguments = [between_poison(one) if isinstance(one, Tensor) else one for one in arguments]
+        arguments = [between_poison(value) if isinstance(value, Tensor) else value for value in arguments]
         if bias is not None:
             times = (bias.timestamps, bias.next_timestamps, bias.cache_timestamps)
             bias = type(bias)(bias.position_table, bias.time_table, *map(between_poison, times))
@@ -47,7 +47,7 @@ def assert_near(given: Problem, num_cached: list[int], runner: Runner) -> Tensor
     new, by_reference = cached(given, num_cached), Runner("reference", runner.device)
     parts = new.options["parts"].to(runner.device)
     ours = output(new, runner)
-    theirs, exact = (parts.new(output(one, by_reference)) for one in (given, given.cast(torch.float64)))
+    theirs, exact = (parts.new(output(whole, by_reference)) for whole in (given, given.cast(torch.float64)))
     harness.assert_as_near([ours], [theirs], [exact], floor=1e-5, absolute=1e-12)
     return ours
 
@@ -75,7 +75,7 @@ class Candidates:
         self.cache = [room[0, :total], room[1, :total]]
 
     def attend(self, mask=CAUSAL, backend="sm90", dtype=None):
-        new, cache = ([t.to(dtype or t.dtype) for t in some] for some in (self.new, self.cache))
+        new, cache = ([t.to(dtype or t.dtype) for t in tensors] for tensors in (self.new, self.cache))
         return hstu_attention_cached(
             *new, self.layout, *cache, self.cache_layout, mask, scale_len=50, backend=backend
         )

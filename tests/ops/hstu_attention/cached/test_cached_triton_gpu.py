@@ -104,7 +104,7 @@ def test_poisoned_memory_and_neighbours():
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     try:
         clean = hstu_attention_cached(*arguments, **options)
-        padded = [between_nan(one) if isinstance(one, torch.Tensor) else one for one in arguments]
+        padded = [between_nan(value) if isinstance(value, torch.Tensor) else value for value in arguments]
         assert torch.equal(hstu_attention_cached(*padded, **options), clean)
     finally:
         torch.use_deterministic_algorithms(False)

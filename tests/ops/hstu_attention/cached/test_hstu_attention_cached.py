@@ -145,9 +145,9 @@ def test_lower_precision_of_the_reference_stays_near_float64(dtype, tolerance):
     new, rounded = cached(given, [40, 0, 33]), given.cast(dtype, **tables)
     parts = new.options["parts"]
     out = output(new.cast(dtype, **tables), REFERENCE)
-    exact, uncached = (parts.new(output(one, REFERENCE)) for one in (given, rounded))
+    exact, uncached = (parts.new(output(whole, REFERENCE)) for whole in (given, rounded))
     assert out.dtype == dtype
-    error, allowed = ((one.double() - exact).norm() for one in (out, uncached))
+    error, allowed = ((result.double() - exact).norm() for result in (out, uncached))
     assert error < 2 * allowed
     if tolerance is not None:
         torch.testing.assert_close(out, uncached, rtol=tolerance, atol=tolerance)
@@ -242,11 +242,11 @@ def test_candidates_in_microbatches_against_one_cache(size):
     new_bias = parts.bias(bias)
     begin = 0
     for groups in (1, 2, 3):
-        some = slice(begin, begin + groups * size)
+        chosen = slice(begin, begin + groups * size)
         begin += groups * size
 
-        def take(values, some=some):
-            return values.unflatten(0, (3, 6 * size))[:, some].flatten(0, 1)
+        def take(values, chosen=chosen):
+            return values.unflatten(0, (3, 6 * size))[:, chosen].flatten(0, 1)
 
         few = RelativeBias(
             new_bias.position_table,
@@ -263,7 +263,7 @@ def test_candidates_in_microbatches_against_one_cache(size):
             scale_len=8,
             bias=few.with_cache(new_bias.cache_timestamps),
         )
-        torch.testing.assert_close(out.view(3, -1, 2, 2), expected[:, some], **EXACT)
+        torch.testing.assert_close(out.view(3, -1, 2, 2), expected[:, chosen], **EXACT)
 
 
 @pytest.mark.parametrize("limits", [(0, 1), (2**40, 2**40)])

@@ -28,7 +28,10 @@ def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:
     samples = range(chance.randint(0, 6))
     targets = [chance.choice([0, 0, 1, 5, 40, 200]) for _ in samples]
     history = [chance.choice([0, 0, 1, 7, 63, 64, 65, 300, 1000]) for _ in samples]
-    lengths = [contextual + one + other for one, other in zip(targets, history, strict=True)]
+    lengths = [
+        contextual + num_targets + num_events
+        for num_targets, num_events in zip(targets, history, strict=True)
+    ]
     mask = AttentionMask(
         window=chance.choice([None, 1, 16, 100]),
         prefix=chance.choice([0, 0, 8, 70]),
@@ -36,7 +39,7 @@ def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:
         target_group_size=chance.choice([1, 1, 4]),
         contextual_reads_history=chance.random() < 0.5,
     )
-    numbers = (torch.tensor(one, dtype=torch.int64) for one in (lengths, targets))
+    numbers = (torch.tensor(counts, dtype=torch.int64) for counts in (lengths, targets))
     return SequenceLayout(*numbers, contextual), mask
 
 

@@ -87,7 +87,11 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
             assert not (by_rows and tail) or any(is_read(sample, i, tail) for i in tokens)
             for at, masked in visited(item):
                 others = range(at * block, min((at + 1) * block, sample.length))
-                pairs = [(one, other) if by_rows else (other, one) for one in tokens for other in others]
+                pairs = [
+                    (token, partner) if by_rows else (partner, token)
+                    for token in tokens
+                    for partner in others
+                ]
                 seen = [sees(sample, i, j, mask) for i, j in pairs]
                 assert masked or all(seen)
                 if not masked and by_rows:  # keys past the end are not masked away there
@@ -107,8 +111,11 @@ def test_a_tail_leaves_out_tiles_of_rows_and_blocks_that_keys_would_visit():
             [work(mask, layout, 128, 64, tail=tail)[:, [COUNT_A, COUNT_B, COUNT_C]] for tail in (None, 512)]
             for work in (row_work, key_work)
         )
-        assert [len(one) for one in rows] == [33, 6]  # of 512 + 32 rows, and the one with contextual tokens
-        assert [len(one) for one in keys] == [33, 33]
+        assert [len(items) for items in rows] == [
+            33,
+            6,
+        ]  # of 512 + 32 rows, and the one with contextual tokens
+        assert [len(items) for items in keys] == [33, 33]
         assert int(keys[1].sum()) < 0.75 * int(keys[0].sum())
         assert bool((keys[1][:, 0] > 0).all())  # contextual tokens look at all history
 
@@ -174,8 +181,8 @@ def test_the_longest_tiles_come_first_and_there_are_no_empty_ones():
 def test_tiles_in_strips_have_no_empty_strip_where_rows_see_most():
     layout = SequenceLayout(torch.tensor([500, 192, 60, 0]))  # 8, 3, 1 and no strips of 64 rows
     items = row_work(AttentionMask(), layout, 192, 64, strip=64)
-    found = [(item[LENGTH], item[FIRST], item[COUNT_A]) for item in items.tolist()]
-    assert found == [(500, 320, 8), (500, 128, 5), (192, 0, 3), (500, -64, 2), (60, -128, 1)]
+    tiles = [(item[LENGTH], item[FIRST], item[COUNT_A]) for item in items.tolist()]
+    assert tiles == [(500, 320, 8), (500, 128, 5), (192, 0, 3), (500, -64, 2), (60, -128, 1)]
     assert torch.equal(
         row_work(AttentionMask(), layout, 64, 64, strip=64), row_work(AttentionMask(), layout, 64, 64)
     )
