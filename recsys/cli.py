@@ -10,8 +10,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from recsys import environment
 from recsys import protos as pb
 from recsys.errors import ConfigError, InstallationError, RecsysError
 from recsys.flags import Parser, PrintVersions, closed_pipe
-from recsys.logs import is_for_console
+from recsys.logs import is_first_process, log_to_file, log_to_stderr
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +90,8 @@ def main(
         flags.log_level = _level_of_variable(parser)
     _share_cores()
     environment.quiet_torch()
-    with _log_to_stderr(flags.log_level):
-        if _is_first_process() and environment.protos_differ():
+    with log_to_stderr(flags.log_level):
+        if is_first_process() and environment.protos_differ():
             logger.warning("recsys/protos does not match protos/; type: %s", environment.COMPILE_PROTOS)
         return _guard(_recorded(lambda: _prepare_and_run(command, run, flags, needs_config, config_file)))
 
@@ -137,7 +136,7 @@ def _guard(action: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        if not _is_first_process():
+        if not is_first_process():
             return error.exit_code
         more = len(error.findings) - MOST_FINDINGS
         print("\n".join(error.findings[:MOST_FINDINGS]), file=sys.stderr)
@@ -204,7 +203,7 @@ def _prepare_and_run(
         folder = flags.run_dir
     if ready is not None:
         # For the config of a run folder, warnings were already shown when the run began.
-        for warning in ready.warnings if flags.config is not None and _is_first_process() else ():
+        for warning in ready.warnings if flags.config is not None and is_first_process() else ():
             logger.warning("%s", warning)
         if command == "train" and path is not None:
             config.check_libraries(ready.pipeline, config.read(path, flags.set).locations)
@@ -223,7 +222,7 @@ def _prepare_and_run(
     to_file = command == "train" or os.access(call.run_dir, os.W_OK)
     if flags.dry_run or folder is None or not to_file:
         return _guard(_recorded(lambda: _run(run, call)))
-    with _log_to_file(call.run_dir):
+    with log_to_file(call.run_dir):
         return _guard(_recorded(lambda: _run(run, call)))
 
 
@@ -236,7 +235,7 @@ def _compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str]) -> Non
     from recsys.data.validation import compare_with_files
 
     compared = compare_with_files(pipeline, locations)
-    for warning in compared.warnings if _is_first_process() else ():
+    for warning in compared.warnings if is_first_process() else ():
         logger.warning("%s", warning)
     if compared.faults:
         raise ConfigError(compared.faults)
@@ -315,90 +314,3 @@ def _level_of_variable(parser: argparse.ArgumentParser) -> str:
     if given.lower() not in LEVELS:
         parser.error(f"variable {LOG_VARIABLE}: invalid level: {given!r} (choose from {', '.join(LEVELS)})")
     return given.lower()
-
-
-class _StderrHandler(logging.Handler):
-    """Writes to the current `sys.stderr`, which a progress bar replaces in order to stay below the log."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
-
-
-class _FileHandler(logging.FileHandler):
-    """Writes `log.txt`. If a line cannot be written (full disk), later lines go to stderr only."""
-
-    def __init__(self, path: Path):
-        # File names in log lines may hold bytes that are not UTF-8.
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
-        self._path = path
-        self._failed = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self._failed:
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-            return
-        self._failed = True
-        # Printed, because a log line about this failure would end up here again.
-        print(f"{self._path} ends here, it cannot be written: {error}", file=sys.stderr)
-
-    def close(self) -> None:
-        with suppress(OSError) if self._failed else nullcontext():
-            super().close()
-
-
-@contextmanager
-def _log_to_stderr(level: str) -> Iterator[None]:
-    """Sends the log to stderr: the whole log of the first process, and the warnings of other processes."""
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    chosen = level.upper() if _is_first_process() else "WARNING"
-    handler.setLevel(chosen)
-    handler.addFilter(is_for_console)
-    with _handler(handler, chosen):
-        yield
-
-
-@contextmanager
-def _log_to_file(run_dir: Path) -> Iterator[None]:
-    """Appends the log of the first process to `run_dir/log.txt`.
-
-    Raises:
-        RecsysError: the folder cannot be written.
-    """
-    if not _is_first_process():
-        yield
-        return
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        handler = _FileHandler(run_dir / "log.txt")
-    except OSError as error:
-        raise RecsysError(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}") from None
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    with _handler(handler, None):
-        yield
-
-
-@contextmanager
-def _handler(handler: logging.Handler, level: str | None) -> Iterator[None]:
-    # The level applies to this package. Libraries log a lot at level info, so only their warnings are shown.
-    root, package = logging.getLogger(), logging.getLogger("recsys")
-    before = package.level
-    root.addHandler(handler)
-    if level is not None:
-        package.setLevel(level)
-    try:
-        yield
-    finally:
-        package.setLevel(before)
-        root.removeHandler(handler)
-        handler.close()
-
-
-def _is_first_process() -> bool:
-    # Before a process group exists, this variable of torchrun is the only source of the rank.
-    return os.environ.get("RANK", "0") == "0"

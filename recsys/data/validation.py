@@ -21,8 +21,8 @@ class FileFindings(NamedTuple):
 
 
 def compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> FileFindings:
-    """Finds missing or wrong columns in the files of each split, and settings that take effect only after the
-    last step, and files of pretrained vectors and addresses of checkpoints that cannot be used.
+    """Finds columns that are missing or wrong in the files of each split, settings that take effect only
+    after the last step, and unusable files of pretrained vectors and addresses of checkpoints.
 
     Files that cannot be opened cause a warning, because a config may be checked on a machine without its
     data.

@@ -35,6 +35,7 @@ from recsys.errors import RecsysError
 from recsys.inference import cached_programs, package
 from recsys.inference.cached_programs import CachedDescription
 from recsys.inference.compiler import compile_graph, instruction_set, require_compiler
+from recsys.inference.golden import golden_tensors, write_tensors
 from recsys.inference.item_embeddings import write_vectors
 from recsys.models.base import Model, layout_rule
 from recsys.models.check_kernels import check_kernels
@@ -172,7 +173,7 @@ def _compile_programs(source: ExportSource, graph: ScoringGraph, folder: Path) -
     if cached:
         log.info("capturing and compiling the programs that score with a cache")
         cached_programs.compile_programs(source.model, compile_to)
-        package.write_tensors(folder / cached_programs.WEIGHTS, weights)
+        write_tensors(folder / cached_programs.WEIGHTS, weights)
 
 
 def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
@@ -226,7 +227,7 @@ def _write_sides(source: ExportSource, folder: Path, golden: Tensor) -> None:
         write_vectors(folder, vocabulary.ids, catalogue(model, source.batches[0], pipeline))
     if model.item_tower() is not None:
         item_inputs = [spec.to_json() for spec in item_signature(pipeline)]
-        package.write_tensors(folder / package.GOLDEN_ITEMS, _golden_items(model, source, GOLDEN_ROWS))
+        write_tensors(folder / package.GOLDEN_ITEMS, _golden_items(model, source, GOLDEN_ROWS))
     device = next(model.parameters()).device.type
     target = package.architecture() if device == "cuda" else instruction_set(pipeline)
     description = package.Description(
@@ -244,7 +245,7 @@ def _write_sides(source: ExportSource, folder: Path, golden: Tensor) -> None:
         description.cached = asdict(CachedDescription.of(model))
     package.write_description(folder, description)
     inputs = inputs_of(source.batches[0], pipeline)
-    package.write_tensors(folder / package.GOLDEN, package.golden_tensors(inputs, golden))
+    write_tensors(folder / package.GOLDEN, golden_tensors(inputs, golden))
 
 
 def _golden_items(model: Model, source: ExportSource, limit: int | None = None) -> dict[str, Tensor]:
@@ -253,7 +254,7 @@ def _golden_items(model: Model, source: ExportSource, limit: int | None = None) 
     with torch.no_grad():
         vectors = model.item_vectors(batch)
     inputs = first_items(flatten_items(batch, source.pipeline), item_signature(source.pipeline), limit)
-    return package.golden_tensors(inputs, vectors[:limit])
+    return golden_tensors(inputs, vectors[:limit])
 
 
 def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
@@ -274,10 +275,10 @@ def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
     trial = folder / ".trial"
     trial.mkdir()
     for number, (batch, output) in enumerate(zip(source.batches, expected, strict=True)):
-        tensors = package.golden_tensors(inputs_of(batch, source.pipeline), output)
-        package.write_tensors(trial / f"{number:04d}.safetensors", tensors)
+        tensors = golden_tensors(inputs_of(batch, source.pipeline), output)
+        write_tensors(trial / f"{number:04d}.safetensors", tensors)
     if source.model.item_tower() is not None:
-        package.write_tensors(folder / ITEM_TRIAL, _golden_items(source.model, source))
+        write_tensors(folder / ITEM_TRIAL, _golden_items(source.model, source))
     modules = extensions.modules_of(source.pipeline)
     command = [sys.executable, "-m", "recsys.inference.exporter", str(folder), *modules]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -24,7 +24,7 @@ from typing import TypedDict
 import pyarrow as pa
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 import recsys.config as config
@@ -36,6 +36,7 @@ from recsys.data.arrow import first_line
 from recsys.data.batch import Batch
 from recsys.errors import shortened
 from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
+from recsys.inference.golden import golden_inputs, largest_difference
 from recsys.inference.item_embeddings import FILE as VECTORS
 from recsys.inference.item_embeddings import new_items, read_vectors
 from recsys.inference.package_files import check_files, require_inside
@@ -296,37 +297,6 @@ def require_replaceable(folder: Path) -> None:
             f"{path} is not part of the package in {folder}, which the new package would replace entirely: "
             "move it, or give another --output"
         )
-
-
-def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Returns the largest |a - b| / max(1, |b|).
-
-    It is infinite if shapes differ, or if NaN or infinity occurs on one side only.
-    """
-    if a.shape != b.shape:
-        return float("inf")
-    if a.numel() == 0:
-        return 0.0
-    a, b = a.double(), b.double()
-    both = (a == b) | (a.isnan() & b.isnan())
-    difference = ((a - b).abs() / b.abs().clamp(min=1)).masked_fill(both, 0.0)
-    return difference.nan_to_num(nan=float("inf")).max().item()
-
-
-def golden_inputs(stored: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Returns the flat inputs of a golden file: `input_000`, `input_001`, ..., without `output`."""
-    return tuple(stored[name] for name in sorted(stored) if name.startswith("input_"))
-
-
-def golden_tensors(inputs: tuple[Tensor, ...], output: Tensor) -> dict[str, Tensor]:
-    """Names flat inputs and their output for a golden file; reverses `golden_inputs`."""
-    named = {f"input_{i:03d}": tensor.contiguous().cpu() for i, tensor in enumerate(inputs)}
-    return {**named, "output": output.float().contiguous().cpu()}
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a `.safetensors` file with default permissions; `save_file` would let only its owner read it."""
-    path.write_bytes(save(tensors))
 
 
 def write_description(folder: Path, description: Description) -> None:

@@ -34,8 +34,8 @@ from recsys.inference.search import Recall
 from recsys.training.distributed import gather, on_main
 
 PATIENCE = timedelta(days=30)
-"""How long the processes wait for each other: the first one may search repeated rows for hours, and the last
-one may be long behind. If one fails, torchrun ends the others."""
+"""Time that the processes wait for each other. The first one may search repeated rows for hours, and the last
+one may finish much later than the others. If one fails, torchrun ends the others."""
 
 _Given, _Made = TypeVar("_Given"), TypeVar("_Made")
 
@@ -52,7 +52,7 @@ class Predicted:
 
 
 class _Begun(NamedTuple):
-    """What the first process tells the others: the repeated rows of the input, and the parts to make."""
+    """The first process sends this to the others: the repeated rows of the input, and the parts to make."""
 
     duplicates: Duplicates | None
     missing: list[RowGroup]

@@ -29,7 +29,7 @@ NO_SCORE = float("-inf")
 """Score of a place without an item, in a row with fewer items than others of its request."""
 
 DELAY_US = 2000
-"""How long Triton holds a request back to batch it with others, in microseconds."""
+"""Time in microseconds that Triton holds a request back to batch it with others."""
 
 MODEL_PY = '''"""Scores rows with the package beside this file; Triton's Python needs recsys."""
 

@@ -48,37 +48,42 @@ class Recurrence(NamedTuple):
     beta: Tensor | None = None
 
 
-class LinearLayer(nn.Module):
-    """Holds the parameters of a layer and computes it.
+class LinearConfig(NamedTuple):
+    """Sizes and settings of a layer.
 
-    Args:
-        embedding_dim: E.
+    Attributes:
         num_heads: H.
         qk_dim: D, width of a query and key in each head.
         v_dim: V, width of a value in each head.
         form: how a state decays: "retention" at a learned rate per head; "gated" at a rate per channel that
             each token computes; "delta" at a rate per head that each token computes, and the token also
             replaces the state's answer to its key.
-        channels: for each further channel, by name, the periods of its clock.
         feed_forward_dim: hidden width of the second stage; 0 leaves it out.
         dropout: probability of dropout before the output projections, in training.
         backend: the backend of `linear_attention`.
     """
 
-    def __init__(
-        self,
-        embedding_dim: int,
-        *,
-        num_heads: int,
-        qk_dim: int,
-        v_dim: int,
-        form: Form,
-        channels: Mapping[str, Sequence[int]],
-        feed_forward_dim: int,
-        dropout: float = 0.0,
-        backend: str = "auto",
-    ):
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    form: Form
+    feed_forward_dim: int
+    dropout: float
+    backend: str
+
+
+class LinearLayer(nn.Module):
+    """Holds the parameters of a layer and computes it.
+
+    Args:
+        embedding_dim: E.
+        config: sizes and settings.
+        channels: for each further channel, by name, the periods of its clock.
+    """
+
+    def __init__(self, embedding_dim: int, config: LinearConfig, channels: Mapping[str, Sequence[int]]):
         super().__init__()
+        num_heads, qk_dim, v_dim, form, feed_forward_dim, dropout, backend = config
         self.num_heads, self.qk_dim, self.v_dim = num_heads, qk_dim, v_dim
         self.form, self.backend = form, backend
         key_width, value_width = num_heads * qk_dim, num_heads * v_dim

@@ -56,7 +56,7 @@ def times_of(
 
 
 class TimeScale(NamedTuple):
-    """How ages are converted to rows of the time table."""
+    """Describes the conversion of ages to rows of the time table."""
 
     num_buckets: int
     unit: int  # seconds

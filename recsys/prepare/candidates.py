@@ -11,8 +11,9 @@ import polars as pl
 
 from recsys.errors import DataError, shortened
 from recsys.prepare.dataset_writer import LATEST, DatasetWriter, plain_table
-from recsys.prepare.events import SECOND, Log, LogColumns, convert_features
+from recsys.prepare.events import Log, convert_features
 from recsys.prepare.items import items_of, join_items
+from recsys.prepare.log_columns import SECOND, LogColumns
 from recsys.prepare.log_files import read_log
 from recsys.prepare.rows import Slices, run_starts
 from recsys.prepare.text_tables import NUMBER, is_integer_text, typed

@@ -55,7 +55,8 @@ from recsys.prepare.candidates import read_candidates
 from recsys.prepare.conditions import Signal
 from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
 from recsys.prepare.downloads import location
-from recsys.prepare.events import SECOND, TIME_UNITS, Log, LogColumns
+from recsys.prepare.events import Log
+from recsys.prepare.log_columns import SECOND, TIME_UNITS, LogColumns
 from recsys.prepare.log_dataset import LogInput, LogSettings, make_dataset
 from recsys.prepare.log_files import ENDINGS, find_logs, read_log
 

@@ -5,12 +5,11 @@ checksum of the user's id; a part is a run of neighboring buckets. Ids stay text
 seen: only then is it known whether all ids of a column are whole numbers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -19,64 +18,14 @@ import pyarrow as pa
 
 from recsys.errors import DataError, shortened
 from recsys.prepare.conditions import OPERATORS, Signal
+from recsys.prepare.log_columns import MICROSECONDS, LogColumns, Piece
 from recsys.prepare.text_tables import NUMBER, is_integer_text
 from recsys.prepare.ties import FILE, SHUFFLE, TIE, shuffle_keys
 
 NUM_BUCKETS = 256
 HISTOGRAM_BINS = 1 << 20
-SECOND = 1_000_000
-"""Microseconds per second; times are in microseconds until rows are cut."""
-MICROSECONDS = {"s": SECOND, "ms": 1_000, "us": 1}
-TIME_UNITS = (*MICROSECONDS, "iso")
 END_OF_TIME = 253_402_300_800_000_000
 """Start of the year 10000 in microseconds since 1970; a later time must be in another unit."""
-
-
-@dataclass(frozen=True)
-class LogColumns:
-    """Names the columns of a log by their meaning.
-
-    Attributes:
-        user, item, time: names of the columns that every event has.
-        time_unit: "s", "ms", "us" since 1970, or "iso" for dates as text (UTC if they name no zone).
-        delimiter: delimiter of text files; None: a comma, or a tab for .tsv.
-        ids: columns of categories to keep. numbers: columns of numbers to keep.
-        lists: columns with several categories in a cell, with `list_delimiter` between them.
-        fills: value that replaces empty cells, by column.
-        labels: origin of each label, by name. regression: names of labels that may be any number; all other
-            labels are 0 or 1.
-        actions: origin of the bits 0, 1, ..., by name; without a condition, a bit is set if the column is
-            above 0.
-        watch_time: column, or None. watch_time_scale: seconds per unit of that column.
-        ties: order of a user's events with the same time: `ties.FILE`, `ties.SHUFFLE`, or a sort column.
-        seed: seed of the shuffle.
-    """
-
-    user: str
-    item: str
-    time: str
-    time_unit: str = "s"
-    delimiter: str | None = None
-    ids: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
-    lists: tuple[str, ...] = ()
-    list_delimiter: str = "|"
-    fills: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[str, Signal] = field(default_factory=dict)
-    regression: frozenset[str] = frozenset()
-    actions: Mapping[str, Signal] = field(default_factory=dict)
-    watch_time: str | None = None
-    watch_time_scale: float = 1.0
-    ties: str = FILE
-    seed: int = 0
-
-    def all(self) -> list[str]:
-        """Returns the names of all columns to read, each once."""
-        watch = [self.watch_time] if self.watch_time else []
-        watch += [self.ties] if self.ties not in (FILE, SHUFFLE) else []
-        names = [self.user, self.item, self.time, *self.ids, *self.lists, *self.numbers, *self.fills]
-        signals = [signal.column for signal in (*self.labels.values(), *self.actions.values())]
-        return list(dict.fromkeys([*names, *signals, *watch]))
 
 
 @dataclass
@@ -169,26 +118,6 @@ class Log:
                 counts += np.bincount(bins, minlength=len(counts))
         places = np.searchsorted(np.cumsum(counts), np.array(shares) * self.num_rows, side="left") + 1
         return [self.first_time + int(place) * width for place in places]
-
-
-class Piece(NamedTuple):
-    """Consecutive events of one file, as text.
-
-    Attributes:
-        texts: text columns, with one event per row.
-        where: name of the file in errors.
-        first: line of the first event; events follow line by line.
-        word: word for a line in errors.
-        time_unit: unit of the times, one of `TIME_UNITS`.
-        lines: int64 [events], the line of each event if a line holds several events; else None.
-    """
-
-    texts: pl.DataFrame
-    where: str
-    first: int
-    word: str
-    time_unit: str
-    lines: np.ndarray | None = None
 
 
 def cut_log(pieces: Iterator[Piece], columns: LogColumns, folder: Path, *, part_rows: int) -> Log:

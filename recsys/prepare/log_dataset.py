@@ -25,8 +25,9 @@ from recsys.prepare.dataset_writer import (
     DatasetWriter,
     plain_table,
 )
-from recsys.prepare.events import SECOND, Log, LogColumns, Piece, cut_log
+from recsys.prepare.events import Log, cut_log
 from recsys.prepare.items import items_of, join_items, write_items
+from recsys.prepare.log_columns import SECOND, LogColumns, Piece
 from recsys.prepare.rows import freeze_histories, holdout_slices, request_slices
 from recsys.prepare.starter_config import write_config
 from recsys.prepare.text_tables import fingerprints

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from recsys.data.arrow import first_line, is_list, is_text
 from recsys.errors import DataError
-from recsys.prepare.events import LogColumns, Piece
+from recsys.prepare.log_columns import LogColumns, Piece
 from recsys.prepare.text_tables import check_columns, text_batches
 
 ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from recsys.errors import DataError, shortened
-from recsys.prepare.events import Piece
+from recsys.prepare.log_columns import Piece
 from recsys.prepare.text_tables import UNREADABLE
 
 USER, ITEM, TIME = "user", "item", "time"

@@ -28,7 +28,7 @@ from recsys.flags import positive
 from recsys.prepare import command, ties
 from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
 from recsys.prepare.downloads import location
-from recsys.prepare.events import TIME_UNITS, LogColumns
+from recsys.prepare.log_columns import TIME_UNITS, LogColumns
 from recsys.prepare.log_dataset import LogInput, LogSettings, make_dataset
 from recsys.prepare.sequence_files import ITEM, TIME, USER, read_sequences
 

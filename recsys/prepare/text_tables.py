@@ -77,7 +77,7 @@ def check_columns(wanted: list[str], present: list[str], where: str, hint: str =
 
 
 def _visible(name: str) -> str:
-    """A name, in quotes if blanks around it would be overlooked."""
+    """Returns a name, in quotes if blanks around it would be overlooked."""
     return name if name == name.strip() else repr(name)
 
 

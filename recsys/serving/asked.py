@@ -13,7 +13,7 @@ _SMALL = 1 << 16
 
 
 class Asked:
-    """The way from a body to an answer.
+    """Answers the body of a request.
 
     Args:
         experiment: the packages.

@@ -100,7 +100,7 @@ class ServingModel:
         return Prepared(request.rows, request.k if self.recommends else 0, places)
 
     def answer_rows(self, prepared: Prepared, columns: Columns) -> list[dict[str, Any]]:
-        """Puts the columns of an answer beside the request's keys; the rows of the response."""
+        """Returns the rows of the response: the columns of an answer beside the request's keys."""
         rows = []
         for i, given in enumerate(prepared.rows):
             row = {name: self.schema.values(given, name) for name in self.schema.keys}

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where to listen, and how long a stop may take.
+    """Settings of the process: its address, its files, and the time that a stop may take.
 
     Attributes:
         host, port: address to listen on; port 0 picks a free port.

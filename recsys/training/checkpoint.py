@@ -45,7 +45,7 @@ AVERAGE = "average."
 """Prefix of the names of averaged weights (see `averaging`); the rest is the name of the weight."""
 
 _SLOWEST_RANK = timedelta(minutes=30)
-"""How long ranks wait for the one that takes longest to write, check or fetch files."""
+"""Time that ranks wait for the one that takes longest to write, check or fetch files."""
 
 Tensors = Mapping[str, Tensor | ShardedTensor]
 

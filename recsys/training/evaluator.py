@@ -90,7 +90,7 @@ def evaluate(
 def exact_recall(
     model: Model, loader: Loader, device: torch.device, max_batches: int | None = None
 ) -> dict[str, float]:
-    """Computes the share of the exactly best items that a model which finds items itself finds. Collective.
+    """Computes which share of the exactly best items is found by a model that finds items itself. Collective.
 
     Args:
         model, loader, device, max_batches: as for `evaluate`.

@@ -69,7 +69,7 @@ def dense_memory(module: nn.Module, pipeline: pb.Pipeline) -> int:
 
 
 def free_memory(device: torch.device, world_size: int) -> int:
-    """Returns the bytes of a process's device that are free; of a host, its processes share them equally."""
+    """Returns the free bytes of a process's device; the processes of a host share its memory equally."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return _free_host_memory() // (get_local_size(world_size) if world_size > 1 else 1)

@@ -11,7 +11,7 @@ from recsys.training.session import Session
 from recsys.training.throughput import peak_memory
 
 _MOST_TABLES = 5
-"""Largest tables that are named."""
+"""Number of tables that the message names, the largest ones."""
 
 _REMEDIES = (
     "To need less: a smaller data.batch_size, with train.accumulate_batches so that a step sees as many "

@@ -43,7 +43,7 @@ class Sizes:
 
 
 class Columns:
-    """Which count each column of a config's batches has as its length.
+    """Names, for each column of a config's batches, the count that is its length.
 
     Args:
         pipeline: resolved.
@@ -176,14 +176,14 @@ class PaddedInputs:
         return {(group, name): (values, count) for group, name, values, count in named}
 
     def _padded(self, lengths: Tensor, count: str) -> Tensor:
-        """Returns the lengths of all rows, [rows]: fillers share evenly what the batch's rows leave."""
+        """Returns the lengths of all rows, [rows]; fillers divide evenly what the batch's rows leave."""
         rows, fillers = self._sizes.num_rows, self._sizes.num_fillers
         rest = self._counts[count] - lengths.sum()
         ends = rest * torch.arange(fillers + 1, device=lengths.device) // fillers
         return torch.cat([lengths[:rows], ends.diff()])
 
     def _with_rest(self, name: str, lengths: Tensor) -> Tensor:
-        """Returns the numbers of ids of all entries; the last one, a filler's, has what the others leave."""
+        """Returns the number of ids of each entry; the last entry, a filler, has all that is left."""
         if name in self._columns.fixed:
             return lengths
         rest = self._counts[self._columns.ids[name]] - lengths.sum()

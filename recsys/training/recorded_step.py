@@ -189,8 +189,8 @@ class Recorder:
 
 
 def _leave_capture() -> None:
-    """Gives the device's generator a new state: after a capture that failed, it takes the old one for that of
-    a capture that still goes on."""
+    """Gives the device's random number generator a new state. After a failed capture the old state would make
+    it believe that the capture is still running."""
     fresh = torch.Generator("cuda")
     torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(
         fresh.graphsafe_get_state()

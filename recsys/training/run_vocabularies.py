@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def keep(pipeline: pb.Pipeline, folder: Path) -> None:
-    """Copies the vocabulary files of a resolved config into a run folder, those that it does not have yet.
+    """Copies the vocabulary files of a resolved config into a run folder, unless it has them already.
 
     Raises:
         OSError: a file cannot be read or written.

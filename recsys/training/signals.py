@@ -9,7 +9,7 @@ from contextlib import contextmanager
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 WRITE_FAILED = 0
-"""Number, which no signal has, under which ranks count checkpoints that could not be written."""
+"""Key under which ranks count checkpoints that could not be written; no signal has this number."""
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Window:
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: optimizer steps done.

@@ -88,7 +88,7 @@ def _be_child(scenario: Scenario, root: Path, output: Path) -> None:
 
 
 def faults(outcome: Outcome, how: str, left: set[Path]) -> list[str]:
-    """What is wrong with the end of a case, which left some new files; empty if it is as it should be."""
+    """Describes what is wrong with the end of a case, which left some new files; empty if nothing is."""
     results = []
     if outcome.seconds > MOST_SECONDS:
         return [f"took more than {MOST_SECONDS} s"]

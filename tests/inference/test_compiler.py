@@ -1,4 +1,4 @@
-"""What graphs are compiled for, and what is said when the compiler or a disk fails."""
+"""The target that graphs are compiled for, and the messages when the compiler or a disk fails."""
 
 import sys
 from pathlib import Path

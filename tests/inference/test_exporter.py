@@ -1,4 +1,4 @@
-"""What an export does not write over, and what it says when the package that it made does not run."""
+"""An export spares what is no package, and says why the package that it made does not run."""
 
 import subprocess
 

@@ -29,7 +29,7 @@ def pipeline_of(*overrides: str) -> pb.Pipeline:
 
 
 class Watched(SimpleNamespace):
-    """What a predictor asks of a package, computed by the model; it notes what was asked."""
+    """Stands in for a package: computes with the model, and notes the calls of the predictor."""
 
     def __init__(self, pipeline: pb.Pipeline, *, cached: bool):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What training and export rely on for every model; a new one is found through the registry."""
+"""Every model keeps what training and export rely on; a new one is found through the registry."""
 
 import copy
 

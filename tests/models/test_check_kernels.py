@@ -1,4 +1,4 @@
-"""Which attention kernels a config takes, and the refusal of one that cannot run; against models."""
+"""A config names the attention kernels that its model calls, and one that cannot run is refused."""
 
 import pytest
 

@@ -85,7 +85,7 @@ def test_a_step_without_numbers(name, training):
 
 
 class Reads(torch.nn.Module):
-    """What must not be."""
+    """Operations that read numbers of a device, which must not happen."""
 
     def forward(self, values: torch.Tensor, timestamps: torch.Tensor) -> torch.Tensor:
         return values * float(timestamps.max())

@@ -1,4 +1,4 @@
-"""Which bytes a piece of code leaves alive: for tests of what autograd keeps."""
+"""Measures the bytes that a piece of code leaves alive, for tests of what autograd keeps."""
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -353,7 +353,7 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
 
 
 def catalogue_item(pipeline: pb.Pipeline, row: int) -> dict[str, Any]:
-    """What is known of the item in a row of the item table: by column of side ITEM."""
+    """The features of the item in a row of the item table, by column of side ITEM."""
     value = _draw_value(pipeline, random.Random(row))
     return {column.name: value(column) for column in features.columns(pipeline, pb.ITEM)}
 

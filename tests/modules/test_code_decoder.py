@@ -29,7 +29,7 @@ def decoder(layers=2, heads=2):
 
 
 def log_probabilities(made, state, codes):
-    """Of each code given those before it, by a whole sequence with a mask, in torch's own attention."""
+    """log P of each code given those before it, by torch's attention over a whole sequence with a mask."""
     tokens = [state, *(made.embed.table.weight[made.embed.starts[i] + c] for i, c in enumerate(codes[:-1]))]
     x = torch.stack(tokens) + made.positions[: len(tokens)]
     for block in made.blocks:

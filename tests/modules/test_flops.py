@@ -11,7 +11,7 @@ SIZES = [(3, 2), (0, 1), (6, 4)]
 
 
 def products(counter: FlopCounterMode) -> int:
-    """Of two matrices: linear layers and scores. Attention, whose products are batched, is left out."""
+    """Products of two matrices: linear layers and scores, without attention, whose products are batched."""
     counts = counter.get_flop_counts()["Global"]
     return counts[torch.ops.aten.mm] + counts[torch.ops.aten.addmm]
 

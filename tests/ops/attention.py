@@ -34,7 +34,7 @@ def samples_of(layout) -> list[Sample]:
 
 
 def by_loops(q, k, v, *, layout, mask, scale_len, alpha=None, **rest):
-    """What `attend` returns, by loops over queries and keys."""
+    """Computes `attend` by loops over queries and keys."""
     bias = RelativeBias(*(rest[name] for name in BIAS)) if "time_table" in rest else None
     alpha = q.shape[2] ** -0.5 if alpha is None else alpha
     return oracle.hstu(q, k, v, samples_of(layout), mask, alpha, scale_len, bias)

@@ -1,4 +1,4 @@
-"""What attention makes of its arguments: errors, and the default factor of scores, also in compiled code."""
+"""Arguments of attention: errors, and the default factor of scores, also in compiled code."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CALLS = {
 
 
 class Attention(torch.nn.Module):
-    """What a compiler sees: lengths are inputs."""
+    """Attention as a compiler sees it: lengths are inputs."""
 
     def __init__(self, name):
         super().__init__()

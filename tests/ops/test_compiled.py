@@ -167,7 +167,7 @@ def linear_logp(kernel, width, dtype, full) -> Case:
     table = {"of hidden": triton_ops.OF_HIDDEN, "of weight": triton_ops.OF_WEIGHT}
     blocks = triton_ops.blocks_of(given, table.get(kernel, triton_ops.FORWARD))
     types = dict.fromkeys(("target", "candidate_ids", "target_ids"), "*i64") | {"rows": "*i32"}
-    types |= {"marks": "*u8"} | dict.fromkeys(("hidden", "weight", "own", "other"), NAMES[dtype])
+    types |= {"marks": "*u8"} | dict.fromkeys(("hidden", "weight", "owned", "streamed"), NAMES[dtype])
     constants, of_weight = triton_ops.constants_of(given, blocks), kernel == "of weight"
     function = triton_kernels.forward_kernel
     if kernel != "forward":

@@ -1,4 +1,4 @@
-"""What holds for every op, by the arguments and problems of its own tests."""
+"""Tests that hold for every op, by the arguments and problems of its own tests."""
 
 import importlib
 import re

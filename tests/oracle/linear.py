@@ -91,7 +91,7 @@ def by_content(config: pb.LinearMixer, weights: Weights, path: list, head: int) 
         decays.append(rate * torch.log2(1 / (1 + torch.exp(-logit))))
 
     def answer(query: Tensor, at: int, added: list[Tensor]) -> Tensor:
-        """What the state of token `at`, decayed, answers to a query."""
+        """The answer to a query of the state of token `at`, decayed."""
         total = torch.zeros_like(values[0])
         for j, what in enumerate(added):
             kept = sum(decays[j + 1 : at + 1], torch.zeros(key, dtype=torch.float64)).exp()

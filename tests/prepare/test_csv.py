@@ -17,7 +17,8 @@ import pytest
 from recsys import config
 from recsys.data.validation import compare_with_files
 from recsys.prepare import __main__ as command
-from recsys.prepare.events import Piece, _microseconds
+from recsys.prepare.events import _microseconds
+from recsys.prepare.log_columns import Piece
 
 COLUMNS = ("who", "sku", "ts", "clicked", "dwell", "brand", "price", "age")
 BASE = ["--user-column", "who", "--item-column", "sku", "--time-column", "ts"]

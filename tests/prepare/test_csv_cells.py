@@ -55,7 +55,7 @@ def prepared(source: Path, folder: Path, *flags: str) -> int:
 
 
 def by_hand(line: dict[str, str]) -> dict[str, object]:
-    """What one line becomes."""
+    """The row that one line becomes."""
     stars, event = float(line["rating"] or 3), line["event"] or "view"
     price = float(line["price"] or 0.5)
     return {

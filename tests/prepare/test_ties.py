@@ -97,7 +97,7 @@ def test_a_shuffle_keeps_days_and_depends_on_the_seed_alone(tmp_path):
 
 
 def test_a_shuffle_favors_no_place(tmp_path):
-    """Of two events that tie, each comes first about as often as the other."""
+    """Each of two events that tie comes first about as often as the other."""
     row = {int(line["sku"]): number for number, line in enumerate(LINES)}
     day = {int(line["sku"]): line["day"] for line in LINES}
     kept = pairs = 0

@@ -12,7 +12,7 @@ from recsys.sid.embeddings import read_embeddings
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"fit": ["--size", "32"]}
-"""What is added to a command to make it short."""
+"""Flags that are added to a command to make it short."""
 
 
 @pytest.mark.slow

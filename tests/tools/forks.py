@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 IMPORTS = ("recsys.training.run", "recsys.training.distributed")
-"""What trainings and evaluations import."""
+"""Modules that trainings and evaluations import."""
 
 
 class Fork:

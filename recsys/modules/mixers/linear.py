@@ -14,7 +14,7 @@ from recsys.modules.distance_channels import (
     position_clock,
     time_clock,
 )
-from recsys.modules.linear_layer import LinearLayer
+from recsys.modules.linear_layer import LinearConfig, LinearLayer
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.batched_layers import to_compute_dtype
 from recsys.modules.precision import COMPUTE_DTYPES
@@ -38,19 +38,17 @@ class LinearMixer(Mixer):
     def __init__(self, config: pb.LinearMixer, *, embedding_dim: int):
         super().__init__()
         channels = _channels(config)
+        settings = LinearConfig(
+            config.num_heads,
+            config.qk_dim,
+            config.v_dim,
+            _FORM[config.form],
+            config.feed_forward_dim,
+            config.dropout,
+            config.backend,
+        )
         self.layers = nn.ModuleList(
-            LinearLayer(
-                embedding_dim,
-                num_heads=config.num_heads,
-                qk_dim=config.qk_dim,
-                v_dim=config.v_dim,
-                form=_FORM[config.form],
-                channels=channels,
-                feed_forward_dim=config.feed_forward_dim,
-                dropout=config.dropout,
-                backend=config.backend,
-            )
-            for _ in range(config.num_layers)
+            LinearLayer(embedding_dim, settings, channels) for _ in range(config.num_layers)
         )
         for name, periods in channels.items():
             self.register_buffer(f"{name}_periods", torch.tensor(periods), persistent=False)

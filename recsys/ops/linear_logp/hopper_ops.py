@@ -212,28 +212,28 @@ def _launch_side(
     """Computes the gradient of one operand, float32 for hidden and the weight's own dtype for the weight, and
     that of the scale if `with_scale`."""
     hidden, weight, _, scale, target, *_ = operands
-    own, other = (weight, hidden) if of_weight else (hidden, weight)
-    num_own, columns = own.shape
+    owned, streamed = (weight, hidden) if of_weight else (hidden, weight)
+    num_owned, columns = owned.shape
     width = width_of(operands)
     sizes = GRADIENTS[width]
-    max_parts = min(launch.MAX_PARTS, 1 + launch.PART_NUMBERS // (num_own * columns))
-    cut = cut_for(own, other, sizes, max_parts)
-    dtype = own.dtype if of_weight and cut.parts == 1 else scale.dtype
-    grad = own.new_empty(cut.parts, num_own, columns, dtype=dtype)
-    grad_scale = scale.new_empty(cut.parts, num_own) if with_scale else scale
+    max_parts = min(launch.MAX_PARTS, 1 + launch.PART_NUMBERS // (num_owned * columns))
+    cut = cut_for(owned, streamed, sizes, max_parts)
+    dtype = owned.dtype if of_weight and cut.parts == 1 else scale.dtype
+    grad = owned.new_empty(cut.parts, num_owned, columns, dtype=dtype)
+    grad_scale = scale.new_empty(cut.parts, num_owned) if with_scale else scale
     kind = {"OF_WEIGHT": of_weight, "HAS_TARGET": target is not None, "WITH_SCALE": with_scale}
     launch_kernel(
         gradient_kernel,
         (hidden.dtype, width, sizes, dtype, *kind.values()),
         cut.programs,
-        boxes(own, other, sizes, width),
+        boxes(owned, streamed, sizes, width),
         (scale, *vectors.unbind(0), rows, marks, grad, grad_scale),
         (*cut.numbers, columns),
         lambda: constants_of(sizes, width) | kind,
     )
     summed = grad.sum(0) if cut.parts > 1 else grad[0]
     if of_weight:
-        summed = summed.to(own.dtype)
+        summed = summed.to(owned.dtype)
     return summed, grad_scale.sum().reshape(1) if with_scale else None
 
 
@@ -309,20 +309,20 @@ class Cut(NamedTuple):
     programs: int
 
 
-def cut_for(own: Tensor, other: Tensor, sizes: KernelSizes, max_parts: int) -> Cut:
+def cut_for(owned: Tensor, streamed: Tensor, sizes: KernelSizes, max_parts: int) -> Cut:
     """Cuts the work for one program per processor, into the number of parts that keeps all busy to the
     end."""
-    processors = launch.processors(own.device)
-    tiles, blocks = -(-own.shape[0] // sizes.rows), -(-other.shape[0] // sizes.others)
+    processors = launch.processors(owned.device)
+    tiles, blocks = -(-owned.shape[0] // sizes.rows), -(-streamed.shape[0] // sizes.others)
     parts, per_part = launch.balanced(tiles, blocks, processors, min(max_parts, blocks))
     units = tiles * parts
-    return Cut((own.shape[0], other.shape[0], tiles, units, per_part), parts, min(units, processors))
+    return Cut((owned.shape[0], streamed.shape[0], tiles, units, per_part), parts, min(units, processors))
 
 
-def boxes(own: Tensor, other: Tensor, sizes: KernelSizes, width: int) -> tuple[Boxes, Boxes]:
+def boxes(owned: Tensor, streamed: Tensor, sizes: KernelSizes, width: int) -> tuple[Boxes, Boxes]:
     """Returns the blocks that the descriptors of two matrices load."""
-    own, other = (with_loadable_rows(matrix.unsqueeze(1)) for matrix in (own, other))
-    return Boxes(own, STRIP.value, width), Boxes(other, sizes.others, width)
+    owned, streamed = (with_loadable_rows(matrix.unsqueeze(1)) for matrix in (owned, streamed))
+    return Boxes(owned, STRIP.value, width), Boxes(streamed, sizes.others, width)
 
 
 def constants_of(sizes: KernelSizes, width: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A tile of hidden stays in shared memory, and the weight passes through shared memory in pieces of 64 columns.
 Registers do not suffice for the gradient of a tile of wide rows, so the gradients of the scores are written
 to memory, one section of the candidates at a time, and library products do the rest. The schedule and the
-names are those of `hopper_kernels`; here hidden is `own`, and
+names are those of `hopper_kernels`; here hidden is `owned`, and
 
     SIZES     CHUNKS of 64 columns, BLOCK_N, STAGES, STRIPS
 """
@@ -42,34 +42,34 @@ def copy_rows(descriptor, first, column, count, full, buffer):
 
 
 @gluon.jit
-def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.constexpr):
+def loading_warp(owned_desc, streamed_desc, buffers, barriers, work, SIZES: gl.constexpr):
     """Loads the operands of this program's units in order."""
     CHUNKS: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
-    own_full, own_free, full, free = barriers
+    owned_full, owned_free, full, free = barriers
     cursor = (gl.to_tensor(0), gl.to_tensor(1))  # waiting for the parity before the first returns at once
     turn = gl.to_tensor(0)
     unit = gl.program_id(0)
     while unit < work[3]:
         tile, _, start, end = extent(unit, work, BLOCK_N)
         for strip in gl.static_range(STRIPS):
-            mbarrier.wait(own_free.index(strip), turn % 2 ^ 1)
-            mbarrier.expect(own_full.index(strip), CHUNKS * own_desc.block_type.nbytes)
+            mbarrier.wait(owned_free.index(strip), turn % 2 ^ 1)
+            mbarrier.expect(owned_full.index(strip), CHUNKS * owned_desc.block_type.nbytes)
             row = (tile * STRIPS + strip) * STRIP
             for chunk in gl.static_range(CHUNKS):
                 copy_rows(
-                    own_desc, row, chunk * CHUNK, work[0], own_full.index(strip),
+                    owned_desc, row, chunk * CHUNK, work[0], owned_full.index(strip),
                     buffers[0].index(strip * CHUNKS + chunk),
                 )  # fmt: skip
         for block in range(start, end):
             for chunk in gl.static_range(CHUNKS):
                 stage, parity = cursor
                 mbarrier.wait(free.index(stage), parity)
-                mbarrier.expect(full.index(stage), other_desc.block_type.nbytes)
+                mbarrier.expect(full.index(stage), streamed_desc.block_type.nbytes)
                 copy_rows(
-                    other_desc, block * BLOCK_N, chunk * CHUNK, work[1], full.index(stage),
+                    streamed_desc, block * BLOCK_N, chunk * CHUNK, work[1], full.index(stage),
                     buffers[1].index(stage),
                 )  # fmt: skip
                 cursor = next_stage(cursor, STAGES)
@@ -88,10 +88,10 @@ def scores_of(strip: gl.constexpr, cursor, buffers, barriers, nothing, SIZES: gl
     before = cursor[0]
     for chunk in gl.static_range(CHUNKS):
         stage, parity = cursor
-        own = buffers[0].index(strip * CHUNKS + chunk).reshape([STRIP, CHUNK])
-        other = buffers[1].index(stage).reshape([BLOCK_N, CHUNK]).permute((1, 0))
+        owned = buffers[0].index(strip * CHUNKS + chunk).reshape([STRIP, CHUNK])
+        streamed = buffers[1].index(stage).reshape([BLOCK_N, CHUNK]).permute((1, 0))
         mbarrier.wait(full.index(stage), parity)
-        score = warpgroup_mma(own, other, score, use_acc=chunk > 0, is_async=True)
+        score = warpgroup_mma(owned, streamed, score, use_acc=chunk > 0, is_async=True)
         if chunk > 0:
             score = warpgroup_mma_wait(1, deps=(score,))
             mbarrier.arrive(free.index(before))
@@ -151,21 +151,21 @@ def writing_group(
     while unit < work[3]:
         tile, part, start, end = extent(unit, work, BLOCK_N)
         row = (tile * STRIPS + strip) * STRIP
-        own = row + gl.arange(0, STRIP, rows)
-        top = gl.expand_dims(gl.load(vectors[0] + own), 1)
-        sign = gl.load(vectors[1] + own)
+        owned = row + gl.arange(0, STRIP, rows)
+        top = gl.expand_dims(gl.load(vectors[0] + owned), 1)
+        sign = gl.load(vectors[1] + owned)
         factor = gl.expand_dims(sign * scale, 1)
         scale_sum = gl.zeros([STRIP], gl.float32, rows)
-        own_marks = marks + tile.to(gl.int64) * all_blocks + first_block
+        owned_marks = marks + tile.to(gl.int64) * all_blocks + first_block
         mbarrier.wait(barriers[0].index(strip), turn % 2)
         for block in range(start, end):
             score, cursor = scores_of(strip, cursor, buffers, barriers, nothing, SIZES)
             slope = exp2(score * power - top)
             if HAS_TARGET:
-                if gl.load(own_marks + block).to(gl.int32) != 0:
+                if gl.load(owned_marks + block).to(gl.int32) != 0:
                     j = (first_block + block) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-                    of_target = gl.expand_dims(gl.load(vectors[2] + own) * sign, 1)
-                    target = gl.expand_dims(gl.load(vectors[3] + own), 1)
+                    of_target = gl.expand_dims(gl.load(vectors[2] + owned) * sign, 1)
+                    target = gl.expand_dims(gl.load(vectors[3] + owned), 1)
                     slope = gl.where(gl.expand_dims(j, 0) == target, of_target, slope)
             if WITH_SCALE:
                 j = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
@@ -180,23 +180,23 @@ def writing_group(
             )
         mbarrier.arrive(barriers[1].index(strip))
         if WITH_SCALE:
-            target_place = part.to(gl.int64) * work[0] + own
-            gl.store(grad_scale + target_place, scale_sum * sign, mask=own < work[0])
+            target_place = part.to(gl.int64) * work[0] + owned
+            gl.store(grad_scale + target_place, scale_sum * sign, mask=owned < work[0])
         turn += 1
         unit += gl.num_programs(0)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_own", "num_other", "num_tiles", "num_units", "per_part"])
+@gluon.jit(do_not_specialize=["num_owned", "num_streamed", "num_tiles", "num_units", "per_part"])
 def row_sums_kernel(
-    own_desc, other_desc, scale, maximum, total, num_own, num_other, num_tiles, num_units, per_part,
+    owned_desc, streamed_desc, scale, maximum, total, num_owned, num_streamed, num_tiles, num_units, per_part,
     CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Does what `hopper_kernels.forward_kernel` does, for wide rows."""
     SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
-    buffers, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
-    work = (num_own, num_other, num_tiles, num_units, per_part)
+    buffers, barriers = prepared(owned_desc, streamed_desc, SIZES, CHUNKS)
+    work = (num_owned, num_streamed, num_tiles, num_units, per_part)
     factor = gl.load(scale)
     power = factor * LOG2E
     gl.static_assert(STRIPS == 2)
@@ -204,35 +204,35 @@ def row_sums_kernel(
     gl.warp_specialize([
         (summing_group, (0, maximum, total, buffers, barriers, work, power, factor, SIZES)),
         (summing_group, (1, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-        (loading_warp, (own_desc, other_desc, buffers, barriers, work, SIZES)),
+        (loading_warp, (owned_desc, streamed_desc, buffers, barriers, work, SIZES)),
     ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_own", "num_other", "num_tiles", "num_units", "per_part", "first_block", "all_blocks"
+        "num_owned", "num_streamed", "num_tiles", "num_units", "per_part", "first_block", "all_blocks"
     ]
 )  # fmt: skip
 def score_grads_kernel(
-    own_desc, other_desc, out_desc, scale, top, sign, of_target, rows, marks, grad_scale,
-    num_own, num_other, num_tiles, num_units, per_part, first_block, all_blocks,
+    owned_desc, streamed_desc, out_desc, scale, top, sign, of_target, rows, marks, grad_scale,
+    num_owned, num_streamed, num_tiles, num_units, per_part, first_block, all_blocks,
     CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     HAS_TARGET: gl.constexpr, WITH_SCALE: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes dz times the scale, [num_own, num_other], for the section of candidates that begins at block
-    `first_block` of `all_blocks`, and each row's share of the scale's gradient to grad_scale [parts,
-    num_own]. The other parameters are as in `gradient_kernel`."""
+    """Writes dz times the scale, [num_owned, num_streamed], for the section of candidates that begins at
+    block `first_block` of `all_blocks`, and each row's share of the scale's gradient to grad_scale [parts,
+    num_owned]. The other parameters are as in `gradient_kernel`."""
     SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
-    operands, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
+    operands, barriers = prepared(owned_desc, streamed_desc, SIZES, CHUNKS)
     out_buffer = gl.allocate_shared_memory(out_desc.dtype, [STRIPS] + out_desc.block_shape, out_desc.layout)
     buffers = (operands[0], operands[1], out_buffer)
-    work = (num_own, num_other, num_tiles, num_units, per_part)
+    work = (num_owned, num_streamed, num_tiles, num_units, per_part)
     section = (first_block, all_blocks)
     vectors = (top, sign, of_target, rows)
     factor = gl.load(scale)
     power = factor * LOG2E
-    loading = (own_desc, other_desc, buffers, barriers, work, SIZES)
+    loading = (owned_desc, streamed_desc, buffers, barriers, work, SIZES)
     gl.static_assert(STRIPS == 2)
     gl.warp_specialize([
         (writing_group, (

@@ -105,13 +105,13 @@ def processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=1024)
-def balanced(own_tiles: int, tiles: int, slots: int, max_parts: int) -> tuple[int, int]:
+def balanced(owned_tiles: int, tiles: int, slots: int, max_parts: int) -> tuple[int, int]:
     """Returns the number of parts, at most `max_parts`, with which the slots finish first, and the number of
     tiles per part."""
 
     def rounds(parts: int) -> int:
         per_part = -(-tiles // parts)
-        return -(-own_tiles * -(-tiles // per_part) // slots) * (per_part + 1)
+        return -(-owned_tiles * -(-tiles // per_part) // slots) * (per_part + 1)
 
     parts = min(range(1, max(1, max_parts) + 1), key=rounds)
     per_part = -(-tiles // parts)

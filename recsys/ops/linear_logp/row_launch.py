@@ -106,7 +106,7 @@ class Side(NamedTuple):
     rows: int  # rows per tile of the operand
     others: int  # rows per tile of the other operand
     tiles: int
-    other_tiles: int
+    streamed_tiles: int
 
 
 class Marks(NamedTuple):
@@ -120,8 +120,8 @@ def sides_of(operands: Operands, of_hidden: Any, of_weight: Any) -> tuple[Side, 
     """Returns the sides of the two gradient kernels from their sizes, which have `rows` and `others`."""
     rows, candidates = operands.hidden.shape[0], operands.weight.shape[0]
     return tuple(
-        Side(sizes.rows, sizes.others, tiles_of(own, sizes.rows), tiles_of(other, sizes.others))
-        for sizes, own, other in ((of_hidden, rows, candidates), (of_weight, candidates, rows))
+        Side(sizes.rows, sizes.others, tiles_of(owned, sizes.rows), tiles_of(streamed, sizes.others))
+        for sizes, owned, streamed in ((of_hidden, rows, candidates), (of_weight, candidates, rows))
     )
 
 
@@ -139,8 +139,8 @@ def rows_of(
     of_hidden, of_weight = sides
     first, marks = 0, rows
     if target is not None:
-        first = tiles_of(of_hidden.tiles * of_hidden.other_tiles, 16) * 16
-        size = first + of_weight.tiles * of_weight.other_tiles
+        first = tiles_of(of_hidden.tiles * of_hidden.streamed_tiles, 16) * 16
+        size = first + of_weight.tiles * of_weight.streamed_tiles
         marks = torch.zeros(size, dtype=torch.uint8, device=rows.device)
     constants = {
         "HAS_LOGP": grads[0] is not None,
@@ -159,7 +159,14 @@ def rows_of(
         tuple(constants.values()),
         padded // LARGEST_BLOCK,
         (*or_else(vectors, *grads), outputs.maximum, *or_else(rows, target), vectors, rows, marks),
-        (num_rows, operands.weight.shape[0], *strides, of_hidden.other_tiles, of_weight.other_tiles, first),
+        (
+            num_rows,
+            operands.weight.shape[0],
+            *strides,
+            of_hidden.streamed_tiles,
+            of_weight.streamed_tiles,
+            first,
+        ),
         constants,
     )
     return vectors, rows, Marks(marks, marks[first:])
@@ -182,10 +189,10 @@ def rows_by_torch(
     return vectors, to_whole_tiles(target.int(), -1), marks
 
 
-def _marks(own: Tensor, other: Tensor, target: Tensor, side: Side) -> Tensor:
+def _marks(owned: Tensor, streamed: Tensor, target: Tensor, side: Side) -> Tensor:
     """Returns the flags of one side's tiles, and one more flag for rows without a target (-1)."""
-    size = side.tiles * side.other_tiles
-    place = own // side.rows * side.other_tiles + other // side.others
+    size = side.tiles * side.streamed_tiles
+    place = owned // side.rows * side.streamed_tiles + streamed // side.others
     place = torch.where(target < 0, size, place)
     marks = torch.zeros(size + 1, dtype=torch.uint8, device=target.device)
     return marks.index_fill_(0, place, 1)

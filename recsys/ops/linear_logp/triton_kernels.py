@@ -62,21 +62,30 @@ def _without_hits(score, j, known, wanted, place, HAS_TARGET: tl.constexpr):
 
 @triton.jit
 def _sum_tile(
-    best, sums, tile, h_block, wanted, place, mine, weight, bias, candidate_ids, norms, num_candidates, power,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NORMED: tl.constexpr,
-    BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr, PRECISION: tl.constexpr,
-    EDGE: tl.constexpr,
+    best, sums, tile, rows, candidates, power,
+    SIZES: tl.constexpr, MODE: tl.constexpr, HAS_TARGET: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Merges a tile of candidates into `best` and `sums` [BLOCK_M]. EDGE: the tile may be incomplete."""
+    """Merges a tile of candidates into `best` and `sums` [BLOCK_M]. EDGE: the tile may be incomplete.
+
+    rows        block of hidden; target id, target row and inverse norm of each of its rows
+    candidates  weight, bias, ids, inverse norms, number
+    SIZES       D, BLOCK_N, BLOCK_D
+    MODE        PRECISION, NORMED, BIASED, HAS_IDS
+    """
+    h_block, wanted, place, mine = rows
+    weight, bias, candidate_ids, norms, num_candidates = candidates
+    D: tl.constexpr = SIZES[0]
+    BLOCK_N: tl.constexpr = SIZES[1]
+    BLOCK_D: tl.constexpr = SIZES[2]
     first = tile * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)
     w_block = _load_rows(weight, first, num_candidates, D, BLOCK_N, BLOCK_D, EDGE)
-    score = tl.dot(h_block, tl.trans(w_block), input_precision=PRECISION)
-    if NORMED:
+    score = tl.dot(h_block, tl.trans(w_block), input_precision=MODE[0])
+    if MODE[1]:
         score *= mine * tl.load(norms + j)[None, :]
-    if BIASED:
+    if MODE[2]:
         score += tl.load(bias + j)[None, :]
-    if HAS_IDS:
+    if MODE[3]:
         known = tl.load(candidate_ids + j)[None, :]
         score = _without_hits(score, j[None, :], known, wanted, place, HAS_TARGET)
     if EDGE:
@@ -101,6 +110,8 @@ def forward_kernel(
     One program runs per BLOCK_M rows and part; rows vary fastest, so that concurrent programs share
     candidates. Vectors of candidates are padded to the end of a tile.
     """
+    SIZES: tl.constexpr = (D, BLOCK_N, BLOCK_D)
+    MODE: tl.constexpr = (PRECISION, NORMED, BIASED, HAS_IDS)
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
     part = tl.program_id(0) // num_tiles
     first = (tl.program_id(0) % num_tiles) * BLOCK_M
@@ -110,10 +121,12 @@ def forward_kernel(
     if HAS_IDS:
         wanted = tl.load(target_ids + i, mask=i < num_rows, other=0)[:, None]
         if HAS_TARGET:
-            rows = tl.load(target + i, mask=i < num_rows, other=-1)
-            place = _row_or_none(rows, num_candidates)[:, None]
+            targets = tl.load(target + i, mask=i < num_rows, other=-1)
+            place = _row_or_none(targets, num_candidates)[:, None]
     if NORMED:
         mine = tl.load(hidden_norms + i, mask=i < num_rows, other=0.0)[:, None]
+    rows = (h_block, wanted, place, mine)
+    candidates = (weight, bias, candidate_ids, weight_norms, num_candidates)
     factor = tl.load(scale)
     power = factor * LOG2E
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -124,17 +137,9 @@ def forward_kernel(
     if SPLIT:
         whole = tl.minimum(end, num_candidates // BLOCK_N)
         for tile in range(start, whole):
-            best, sums = _sum_tile(
-                best, sums, tile, h_block, wanted, place, mine, weight, bias, candidate_ids, weight_norms,
-                num_candidates, power,
-                D, BLOCK_N, BLOCK_D, NORMED, BIASED, HAS_TARGET, HAS_IDS, PRECISION, False,
-            )  # fmt: skip
+            best, sums = _sum_tile(best, sums, tile, rows, candidates, power, SIZES, MODE, HAS_TARGET, False)
     for tile in tl.range(whole, end, num_stages=1 if SPLIT else None):
-        best, sums = _sum_tile(
-            best, sums, tile, h_block, wanted, place, mine, weight, bias, candidate_ids, weight_norms,
-            num_candidates, power,
-            D, BLOCK_N, BLOCK_D, NORMED, BIASED, HAS_TARGET, HAS_IDS, PRECISION, True,
-        )  # fmt: skip
+        best, sums = _sum_tile(best, sums, tile, rows, candidates, power, SIZES, MODE, HAS_TARGET, True)
     out = part.to(tl.int64) * num_rows + i
     tl.store(maximum + out, best * factor, mask=i < num_rows)
     tl.store(total + out, sums, mask=i < num_rows)
@@ -142,21 +147,38 @@ def forward_kernel(
 
 @triton.jit
 def _add_tile(
-    sums, bias_sums, scale_sums, tile, own_block, mine, top, sign, added, known, wanted, own_norms, own_marks,
-    other, bias, rows, candidate_ids, target_ids, other_norms, tops, signs, of_target, num_other, power,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OF_WEIGHT: tl.constexpr,
-    NORMED: tl.constexpr, BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr,
-    WITH_BIAS: tl.constexpr, WITH_SCALE: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    all_sums, tile, owned, streamed, vectors, power,
+    SIZES: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of the other operand to `sums` [BLOCK_M, BLOCK_D], `bias_sums` and `scale_sums` [BLOCK_M].
+    """Adds a tile of the streamed operand to the sums of the tile that the program owns.
 
-    top, sign and wanted belong to rows, added and known to candidates: the caller passes those of the operand
-    that the program owns, the others are loaded. A program that owns rows applies the sign at the end.
+    all_sums  gradient [BLOCK_M, BLOCK_D]; sums of the bias and of the scale [BLOCK_M]
+    owned     block; numbers, inverse norms and marks of its rows; top, sign and wanted if these are rows of
+              hidden; added and known if they are candidates
+    streamed  the operand, its inverse norms, its number of rows
+    vectors   tops, signs, of_target, rows and target_ids of hidden; bias and candidate_ids of the weight
+    SIZES     D, BLOCK_N, BLOCK_D
+    MODE      PRECISION, NORMED, BIASED, HAS_IDS
+    KIND      OF_WEIGHT, HAS_TARGET, WITH_BIAS, WITH_SCALE
+
+    A program that owns rows of hidden applies the sign at the end.
     """
+    sums, bias_sums, scale_sums = all_sums
+    owned_block, mine, owned_norms, owned_marks, top, sign, wanted, added, known = owned
+    operand, streamed_norms, num_streamed = streamed
+    tops, signs, of_target, rows, target_ids, bias, candidate_ids = vectors
+    D: tl.constexpr = SIZES[0]
+    BLOCK_N: tl.constexpr = SIZES[1]
+    BLOCK_D: tl.constexpr = SIZES[2]
+    NORMED: tl.constexpr = MODE[1]
+    BIASED: tl.constexpr = MODE[2]
+    HAS_IDS: tl.constexpr = MODE[3]
+    OF_WEIGHT: tl.constexpr = KIND[0]
+    HAS_TARGET: tl.constexpr = KIND[1]
     first = tile * BLOCK_N
     theirs = first + tl.arange(0, BLOCK_N)
-    block = _load_rows(other, first, num_other, D, BLOCK_N, BLOCK_D, EDGE)
-    score = tl.dot(own_block, tl.trans(block), input_precision=PRECISION)
+    block = _load_rows(operand, first, num_streamed, D, BLOCK_N, BLOCK_D, EDGE)
+    score = tl.dot(owned_block, tl.trans(block), input_precision=MODE[0])
     if OF_WEIGHT:
         i, j = theirs[None, :], mine[:, None]
         top, sign = tl.load(tops + theirs)[None, :], tl.load(signs + theirs)[None, :]
@@ -169,8 +191,8 @@ def _add_tile(
         if HAS_IDS:
             known = tl.load(candidate_ids + theirs)[None, :]
     if NORMED:
-        their_norms = tl.load(other_norms + theirs)[None, :]
-        score *= own_norms * their_norms
+        their_norms = tl.load(streamed_norms + theirs)[None, :]
+        score *= owned_norms * their_norms
     if BIASED:
         score += added
     if HAS_IDS:
@@ -183,47 +205,51 @@ def _add_tile(
         score_grads *= sign
     if HAS_TARGET:
         # The load in the condition keeps this a branch, which most tiles skip.
-        if tl.load(own_marks + tile) != 0:
+        if tl.load(owned_marks + tile) != 0:
             right = tl.load(of_target + i)
             if not OF_WEIGHT:
                 right *= sign
             score_grads = tl.where(j == tl.load(rows + i), right, score_grads)
     if EDGE:
         if not OF_WEIGHT:
-            score_grads = tl.where(j < num_other, score_grads, 0.0)
-    if WITH_BIAS:
+            score_grads = tl.where(j < num_streamed, score_grads, 0.0)
+    if KIND[2]:
         bias_sums += tl.sum(score_grads, 1)
-    if WITH_SCALE:
+    if KIND[3]:
         # The gradient is 0 where the score is -inf.
         scale_sums += tl.sum(tl.where(score_grads == 0.0, 0.0, score_grads * score), 1)
     if NORMED:
         score_grads *= their_norms
-    added_up = tl.dot(score_grads.to(block.dtype), block, sums, input_precision=PRECISION)
+    added_up = tl.dot(score_grads.to(block.dtype), block, sums, input_precision=MODE[0])
     return added_up, bias_sums, scale_sums
 
 
-@triton.jit(do_not_specialize=["num_own", "num_other", "tiles_per_part"])
+@triton.jit(do_not_specialize=["num_owned", "num_streamed", "tiles_per_part"])
 def backward_kernel(
-    own, other, bias, scale, rows, candidate_ids, target_ids, own_norms, other_norms,
+    owned, streamed, bias, scale, rows, candidate_ids, target_ids, owned_norms, streamed_norms,
     tops, signs, of_target, marks, grad, grad_bias, grad_scale,
-    num_own, num_other, tiles_per_part,
+    num_owned, num_streamed, tiles_per_part,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     OF_WEIGHT: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, HAS_TARGET: tl.constexpr,
     HAS_IDS: tl.constexpr, WITH_BIAS: tl.constexpr, WITH_SCALE: tl.constexpr, PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad [parts, num_own, D] of hidden, or of the weight if OF_WEIGHT, and grad_bias and grad_scale
-    [parts, num_own] float32; grad_scale holds each row's share.
+    """Writes grad [parts, num_owned, D] of hidden, or of the weight if OF_WEIGHT, and grad_bias and
+    grad_scale [parts, num_owned] float32; grad_scale holds each row's share.
 
     One program runs per BLOCK_M rows of the operand that it owns and per part of the other operand. rows,
-    tops, signs and of_target are as `triton_rows.upstream_kernel` writes them; marks [own tiles, other tiles]
-    uint8 is nonzero where a tile of scores holds a row's target. Vectors are padded to the end of a tile.
+    tops, signs and of_target are as `triton_rows.upstream_kernel` writes them; marks uint8 [owned tiles,
+    streamed tiles] is nonzero where a tile of scores holds a row's target. Vectors are padded to the end of a
+    tile.
     """
-    num_tiles = tl.cdiv(num_own, BLOCK_M)
-    own_tile = tl.program_id(0) % num_tiles
+    SIZES: tl.constexpr = (D, BLOCK_N, BLOCK_D)
+    MODE: tl.constexpr = (PRECISION, NORMED, BIASED, HAS_IDS)
+    KIND: tl.constexpr = (OF_WEIGHT, HAS_TARGET, WITH_BIAS, WITH_SCALE)
+    num_tiles = tl.cdiv(num_owned, BLOCK_M)
+    owned_tile = tl.program_id(0) % num_tiles
     part = tl.program_id(0) // num_tiles
-    mine = own_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    own_block = _load_rows(own, own_tile * BLOCK_M, num_own, D, BLOCK_M, BLOCK_D, True)
+    mine = owned_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    owned_block = _load_rows(owned, owned_tile * BLOCK_M, num_owned, D, BLOCK_M, BLOCK_D, True)
     unused = mine[:, None]
     top, sign, added, known, wanted, norms = unused, unused, unused, unused, unused, unused
     if OF_WEIGHT:
@@ -236,49 +262,46 @@ def backward_kernel(
         if HAS_IDS:
             wanted = tl.load(target_ids + mine)[:, None]
     if NORMED:
-        norms = tl.load(own_norms + mine)[:, None]
+        norms = tl.load(owned_norms + mine)[:, None]
     inverse_temperature = tl.load(scale)
     power = inverse_temperature * LOG2E
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     bias_sums = tl.zeros([BLOCK_M], tl.float32)
     scale_sums = tl.zeros([BLOCK_M], tl.float32)
-    other_tiles = tl.cdiv(num_other, BLOCK_N)
-    own_marks = marks + own_tile.to(tl.int64) * other_tiles
+    streamed_tiles = tl.cdiv(num_streamed, BLOCK_N)
+    owned_marks = marks + owned_tile.to(tl.int64) * streamed_tiles
     start = part * tiles_per_part
-    end = tl.minimum(start + tiles_per_part, other_tiles)
+    end = tl.minimum(start + tiles_per_part, streamed_tiles)
+    owned_part = (owned_block, mine, norms, owned_marks, top, sign, wanted, added, known)
+    theirs = (streamed, streamed_norms, num_streamed)
+    vectors = (tops, signs, of_target, rows, target_ids, bias, candidate_ids)
     whole = start
     if SPLIT:
-        whole = tl.minimum(end, num_other // BLOCK_N)
+        whole = tl.minimum(end, num_streamed // BLOCK_N)
         for tile in range(start, whole):
             sums, bias_sums, scale_sums = _add_tile(
-                sums, bias_sums, scale_sums, tile, own_block, mine, top, sign, added, known, wanted, norms,
-                own_marks, other, bias, rows, candidate_ids, target_ids, other_norms, tops, signs, of_target,
-                num_other, power,
-                D, BLOCK_N, BLOCK_D, OF_WEIGHT, NORMED, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, WITH_SCALE,
-                PRECISION, False,
+                (sums, bias_sums, scale_sums), tile, owned_part, theirs, vectors, power,
+                SIZES, MODE, KIND, False,
             )  # fmt: skip
     for tile in tl.range(whole, end, num_stages=1 if SPLIT else None):
         sums, bias_sums, scale_sums = _add_tile(
-            sums, bias_sums, scale_sums, tile, own_block, mine, top, sign, added, known, wanted, norms,
-            own_marks, other, bias, rows, candidate_ids, target_ids, other_norms, tops, signs, of_target,
-            num_other, power,
-            D, BLOCK_N, BLOCK_D, OF_WEIGHT, NORMED, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, WITH_SCALE,
-            PRECISION, True,
+            (sums, bias_sums, scale_sums), tile, owned_part, theirs, vectors, power,
+            SIZES, MODE, KIND, True,
         )  # fmt: skip
     sums *= inverse_temperature
     if not OF_WEIGHT:
         sums *= sign
     if NORMED:
-        wide = own_block.to(tl.float32)
+        wide = owned_block.to(tl.float32)
         along = tl.sum(sums * wide, 1)[:, None] * norms * norms
         along = tl.where(norms < LONGEST_INVERSE, along, 0.0)
         sums = (sums - wide * along) * norms
-    row = part.to(tl.int64) * num_own + mine
+    row = part.to(tl.int64) * num_owned + mine
     column = tl.arange(0, BLOCK_D)
-    inside = (mine[:, None] < num_own) & (column[None, :] < D)
+    inside = (mine[:, None] < num_owned) & (column[None, :] < D)
     tl.store(grad + row[:, None] * D + column[None, :], sums, mask=inside)
     if WITH_BIAS:
-        tl.store(grad_bias + row, bias_sums * inverse_temperature, mask=mine < num_own)
+        tl.store(grad_bias + row, bias_sums * inverse_temperature, mask=mine < num_owned)
     if WITH_SCALE:
         signed = scale_sums * tl.load(signs + mine)
-        tl.store(grad_scale + row, signed, mask=mine < num_own)
+        tl.store(grad_scale + row, signed, mask=mine < num_owned)

@@ -197,37 +197,37 @@ def launch_side(
     """Computes the gradient of one operand, float32 for hidden and the weight's own dtype for the weight;
     that of the bias; and that of the scale."""
     hidden, weight, bias, scale, _, candidate_ids, target_ids, *norms = operands
-    own, other = (weight, hidden) if of_weight else (hidden, weight)
-    num_own, width = own.shape[0], int(own.shape[1])
+    owned, streamed = (weight, hidden) if of_weight else (hidden, weight)
+    num_owned, width = owned.shape[0], int(owned.shape[1])
     blocks = blocks_of(operands, OF_WEIGHT if of_weight else OF_HIDDEN)
-    own_tiles, tiles = tiles_of(num_own, blocks.rows), tiles_of(other.shape[0], blocks.others)
-    most = min(MAX_PARTS, 1 + PART_NUMBERS // (num_own * width))
-    parts, per_part = parts_of(own_tiles, tiles, blocks, own.device, most)
+    owned_tiles, tiles = tiles_of(num_owned, blocks.rows), tiles_of(streamed.shape[0], blocks.others)
+    most = min(MAX_PARTS, 1 + PART_NUMBERS // (num_owned * width))
+    parts, per_part = parts_of(owned_tiles, tiles, blocks, owned.device, most)
     in_place = of_weight and not _is_split(parts)
-    grad = own.new_empty(parts, num_own, width, dtype=own.dtype if in_place else scale.dtype)
-    grad_bias = scale.new_empty(parts, num_own) if with_bias else grad
-    grad_scale = scale.new_empty(parts, num_own) if with_scale else grad
+    grad = owned.new_empty(parts, num_owned, width, dtype=owned.dtype if in_place else scale.dtype)
+    grad_bias = scale.new_empty(parts, num_owned) if with_bias else grad
+    grad_scale = scale.new_empty(parts, num_owned) if with_scale else grad
     constants = constants_of(operands, blocks) | {
         "OF_WEIGHT": of_weight,
         "WITH_BIAS": with_bias,
         "WITH_SCALE": with_scale,
     }
-    own_norms, other_norms = reversed(norms) if of_weight else norms
+    owned_norms, streamed_norms = reversed(norms) if of_weight else norms
     launch(
         backward_kernel,
         (hidden.dtype, in_place, *constants.values()),
-        own_tiles * parts,
+        owned_tiles * parts,
         (
-            *(own, other, *or_else(own, bias), scale, rows),
-            *or_else(own, candidate_ids, target_ids, own_norms, other_norms),
+            *(owned, streamed, *or_else(owned, bias), scale, rows),
+            *or_else(owned, candidate_ids, target_ids, owned_norms, streamed_norms),
             *(*vectors.unbind(0), marks, grad, grad_bias, grad_scale),
         ),
-        (num_own, other.shape[0], per_part),
+        (num_owned, streamed.shape[0], per_part),
         constants,
     )
     summed = grad.sum(0) if _is_split(parts) else grad[0]
     return (
-        summed.to(own.dtype) if of_weight else summed,
+        summed.to(owned.dtype) if of_weight else summed,
         grad_bias.sum(0) if with_bias else None,
         grad_scale.sum().reshape(1) if with_scale else None,
     )
@@ -238,13 +238,15 @@ def _is_split(parts: int) -> bool:
     return not isinstance(parts, int) or parts > 1
 
 
-def parts_of(own_tiles: int, tiles: int, blocks: Blocks, device: torch.device, most: int) -> tuple[int, int]:
+def parts_of(
+    owned_tiles: int, tiles: int, blocks: Blocks, device: torch.device, most: int
+) -> tuple[int, int]:
     """Returns the number of parts into which the other operand is cut, and the most tiles in a part.
 
     The number keeps all processors busy to the end; a traced graph, which does not know sizes, takes four.
     """
-    if isinstance(own_tiles, int) and isinstance(tiles, int) and isinstance(most, int):
-        return balanced(own_tiles, tiles, processors(device) * blocks.programs, min(most, tiles))
+    if isinstance(owned_tiles, int) and isinstance(tiles, int) and isinstance(most, int):
+        return balanced(owned_tiles, tiles, processors(device) * blocks.programs, min(most, tiles))
     per_part = (tiles + 3) // 4
     return (tiles + per_part - 1) // per_part, per_part
 

@@ -283,8 +283,8 @@ def choose_kernel(
             )
             better = tl.max(keys, 0)
             while better > worst:
-                item = LAST_ITEM - (better & LAST_ITEM)
-                gone = _is_removed(item, removed, removed_start, removed_end, REMOVED)
+                candidate = LAST_ITEM - (better & LAST_ITEM)
+                gone = _is_removed(candidate, removed, removed_start, removed_end, REMOVED)
                 kept = tl.where((kept == worst) & (not gone), better, kept)
                 keys = tl.where(keys == better, NO_KEY, keys)
                 worst = _worst(kept, k, K)

@@ -58,7 +58,7 @@ class Quantizer(ABC):
 
 
 def nearest(vectors: Tensor, centroids: Tensor) -> Tensor:
-    """Returns the nearest centroid of each vector, int64 [items], and the first one of equally near ones."""
+    """Returns the nearest centroid of each vector, int64 [items]; of equally near centroids the first."""
     lengths = centroids.square().sum(1)
     parts = [(lengths - 2 * rows @ centroids.T).argmin(1) for rows in vectors.split(_ROWS)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)

@@ -105,7 +105,7 @@ class Diagnosed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Describes the end of a run.
 
     Attributes:
         step: steps done.

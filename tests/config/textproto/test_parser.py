@@ -1,4 +1,4 @@
-"""What a text means, protobuf's own parser decides; a mistake is named with its place."""
+"""Texts mean what they mean to protobuf's own parser; a mistake is named with its place."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""What holds for every registered head, and the fusion head's formula."""
+"""Every registered head keeps its contract, and the fusion head computes its formula."""
 
 import pytest
 import torch

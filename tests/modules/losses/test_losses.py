@@ -1,4 +1,4 @@
-"""What holds for every registered ranking loss: type, shape, gradients, rows that do not know each other."""
+"""Every registered ranking loss keeps its contract: type, shape, gradients, independent rows."""
 
 import pytest
 import torch

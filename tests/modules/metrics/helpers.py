@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Candidates(NamedTuple):
-    """What a ranking metric takes, in its order."""
+    """The arguments of a ranking metric, in its order."""
 
     predictions: Tensor
     labels: Tensor

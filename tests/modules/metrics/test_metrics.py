@@ -1,4 +1,4 @@
-"""What holds for every registered metric: its value by brute force, weights, batches, and undefined cases."""
+"""Every registered metric keeps its contract: value by brute force, weights, batches, undefined cases."""
 
 import math
 import pickle

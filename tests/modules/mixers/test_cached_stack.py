@@ -194,7 +194,7 @@ def test_no_samples_and_no_targets(mixer):
 
 
 def test_targets_that_others_do_not_have(mixer):
-    """What is behind the cache need not be what was known when it was filled."""
+    """Targets behind the cache need not be those that were known when it was filled."""
     sequence = inputs(mixer)
     targets = targets_of(sequence)
     counts = [1, 1, 0]

@@ -46,7 +46,7 @@ MIXERS = {
 
 @pytest.fixture(autouse=True, params=["whole layers", "only what goes on"])
 def before_a_truncation(request, monkeypatch):
-    """What a layer computes when few of its tokens go on."""
+    """The output of a layer when few of its tokens go on."""
     monkeypatch.setattr(hstu, "MOST_KEPT", 0.0 if request.param == "whole layers" else 1.0)
 
 
@@ -121,7 +121,7 @@ def through_groups(sample: Dense, groups: str, layer: Callable) -> Dense:
 
 
 def tails_behind(groups: str) -> list[int | None]:
-    """Of each layer the tail of a truncation right behind it."""
+    """The tail of the truncation right behind each layer."""
     results: list[int | None] = []
     for group in text_format.Parse(groups, pb.HstuMixer()).layer_groups:
         if results and group.HasField("tail_len"):

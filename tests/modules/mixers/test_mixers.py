@@ -1,4 +1,4 @@
-"""What every mixer keeps; a new one is found through the registry and only needs an example here."""
+"""Every mixer keeps its contract; a new one is found through the registry and only needs an example here."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What holds for every registered postprocessor, and each one's formula."""
+"""Every registered postprocessor keeps its contract and computes its formula."""
 
 import math
 from datetime import datetime, timedelta, timezone

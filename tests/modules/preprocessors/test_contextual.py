@@ -49,7 +49,7 @@ def encoded(module, value, place, bucket):
 
 
 def contextual_tokens(module, nested, n):
-    """Of row n, before positions: one a feature, or all features cut into tokens."""
+    """The contextual tokens of row n, before positions: one a feature, or all features cut into tokens."""
     if isinstance(module.contextual, JoinedTokens):
         first, _, last = module.contextual.project
         joined = torch.cat([nested["gender"][n][0], nested["age"][n][0]])

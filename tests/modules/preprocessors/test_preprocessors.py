@@ -1,4 +1,4 @@
-"""What every preprocessor keeps; a new one is found through the registry and only needs a pipeline here."""
+"""Every preprocessor keeps its contract; a new one from the registry only needs a pipeline here."""
 
 import pytest
 import torch

@@ -40,7 +40,7 @@ def widths(table, usual):
 @pytest.mark.parametrize("width", widths(hopper_ops.FORWARD, 128))
 def test_the_sums(width, tmp_path):
     sizes = hopper_ops.FORWARD[width]
-    boxes = {"own_desc": (64, width), "other_desc": (sizes.others, width)}
+    boxes = {"owned_desc": (64, width), "streamed_desc": (sizes.others, width)}
     constants = hopper_ops.constants_of(sizes, width)
     made, loops = assembled(hopper_kernels.forward_kernel, constants, boxes, tmp_path)
     check_resources(made, sizes)
@@ -54,7 +54,7 @@ def test_the_gradients(width, of_weight, with_scale, tmp_path):
     sizes = hopper_ops.GRADIENTS[width]
     if of_weight and with_scale:
         pytest.skip("there is no such kernel")
-    boxes = {"own_desc": (64, width), "other_desc": (sizes.others, width)}
+    boxes = {"owned_desc": (64, width), "streamed_desc": (sizes.others, width)}
     kind = {"OF_WEIGHT": of_weight, "HAS_TARGET": True, "WITH_SCALE": with_scale}
     constants = hopper_ops.constants_of(sizes, width) | kind
     made, loops = assembled(hopper_kernels.gradient_kernel, constants, boxes, tmp_path)
@@ -81,7 +81,7 @@ def _between(i, waits):
 @pytest.mark.parametrize("kernel", ["row_sums", "score_grads"])
 def test_wide_rows(kernel, tmp_path):
     sizes = hopper_ops.WIDE_SUMS if kernel == "row_sums" else hopper_ops.WIDE_SCORE_GRADS
-    boxes = {"own_desc": (64, 64), "other_desc": (sizes.others, 64), "out_desc": (64, sizes.others)}
+    boxes = {"owned_desc": (64, 64), "streamed_desc": (sizes.others, 64), "out_desc": (64, sizes.others)}
     constants = hopper_ops.constants_of(sizes, 512)
     if kernel == "score_grads":
         constants |= {"HAS_TARGET": True, "WITH_SCALE": False}

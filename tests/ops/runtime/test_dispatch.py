@@ -1,4 +1,4 @@
-"""Which backend runs, and what one is told when it cannot; with backends made up for the purpose."""
+"""The choice of a backend, and the messages when it cannot run, with backends made up for the purpose."""
 
 import logging
 import subprocess

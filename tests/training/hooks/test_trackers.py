@@ -78,7 +78,7 @@ OUTCOME = Outcome(10, "all 10 steps are done", Path(), Best("ndcg@10", 0.1, 10))
 
 
 class WandbRuns:
-    """What Weights & Biases has of the runs of a test, in the order of their starts."""
+    """The runs of a test as Weights & Biases has them, in the order of their starts."""
 
     def __init__(self, library: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.folder, self.service = folder, None

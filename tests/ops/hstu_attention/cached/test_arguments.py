@@ -1,4 +1,4 @@
-"""What `hstu_attention_cached` says of wrong arguments."""
+"""Wrong arguments of `hstu_attention_cached` are named."""
 
 import pytest
 import torch
