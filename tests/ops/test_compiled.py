@@ -29,7 +29,8 @@ class Case(NamedTuple):
     kernel: Any
     types: dict[str, str]
     constants: dict[str, Any]
-    other: str = "*i64"
+    unnamed: str = "*i64"
+    """Type of the parameters that `types` leaves out."""
     wide: int = 0
     """Accesses of 128 bits that there are at least; then none of several words is narrower than 64."""
     spills: int = 0
@@ -302,7 +303,7 @@ ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
 )
 def test_it_fits_and_accesses_are_wide(build, arguments, tmp_path):
     case = build(*arguments)
-    made = assemble(case.kernel, case.types, case.constants, tmp_path, other=case.other)
+    made = assemble(case.kernel, case.types, case.constants, tmp_path, other=case.unnamed)
     assert made.shared * case.programs <= SHARED_MEMORY
     assert made.spills <= case.spills and "serializ" not in made.report, made.report
     if case.wide:

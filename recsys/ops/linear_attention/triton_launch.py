@@ -37,7 +37,8 @@ WIDE_SCAN_LAUNCH = {"num_warps": 4, "num_stages": 1}
 OUT_LAUNCH = {"num_warps": 4, "num_stages": 2}
 PREPARE_LAUNCH = {"num_warps": 4, "num_stages": 1}
 GRADIENTS_LAUNCH = {"num_warps": 8, "num_stages": 1}
-"""How kernels are launched; the wide one in float32, of which shared memory does not hold three stages."""
+"""Launch parameters of the kernels; the wide ones are for float32, of which shared memory does not hold three
+stages."""
 
 COLUMNS = 64
 """Columns of keys and values that a program holds in registers at a time, if it processes them in blocks."""

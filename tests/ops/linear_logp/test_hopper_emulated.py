@@ -112,8 +112,8 @@ def test_wide_rows_in_sections(shape, targets, monkeypatch):
 def test_rows_past_the_last_are_of_no_account(candidates, wanted):
     """With scores far below 0 the weights of rows of zeros overflow."""
     operands, _, _ = problem(70, candidates, 72)
-    one = operands.weight[:1]
-    operands = operands._replace(hidden=-9 * one.expand(70, 72), weight=one.expand(candidates, 72))
+    row = operands.weight[:1]
+    operands = operands._replace(hidden=-9 * row.expand(70, 72), weight=row.expand(candidates, 72))
     parts = reference.forward(operands)
     assert (parts.maximum < -100).all()
     upstream = OutputGrads(parts.maximum, 1 / parts.total, torch.ones(70))
