@@ -54,7 +54,7 @@ def on_a_gpu(test):
 def test_output_and_gradients_in_the_interpreter(times, shapes, contextual, rows, mask, deterministic):
     """In float16, which the interpreter has: at most twice as far from float64; sums of 11 bits."""
     given = large(shapes, contextual, DIMS, torch.float16, rows, mask, times=times)
-    assert_near(given.with_options(deterministic=deterministic), INTERPRETER, own=1e-3)
+    assert_near(given.with_options(deterministic=deterministic), INTERPRETER, floor=1e-3)
 
 
 @pytest.fixture
