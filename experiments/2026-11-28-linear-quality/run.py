@@ -1,7 +1,7 @@
 """Trains HSTU, SASRec and linear mixers on three datasets with equal settings, and prints their test metrics.
 
     python run.py prepare --data DIR --ml-1m ZIP --beauty Beauty.txt --beauty-times TIMES --kuairand FOLDER
-        prepares the datasets and packs each into DIR/NAME.tar.xz, for a machine without the original files
+        packs each dataset into DIR/NAME.tar.xz, for a machine without the original files
     python run.py train --data DIR --runs RUNS --gpus 2 --per-gpu 9 --seconds 480 [--record FILE]
         unpacks what is not unpacked, then trains and evaluates what is not done; at the time limit SIGTERM
         stops and saves all runs, and the next call goes on; prints the table of what is done
@@ -13,6 +13,8 @@ repeated, so that a fresh machine goes on from a record. `data.num_workers` is 1
 """
 
 import argparse
+import gzip
+import io
 import json
 import os
 import signal
@@ -164,45 +166,60 @@ class Run:
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Prepares and packs the datasets; parquet files are stored uncompressed, which xz packs better."""
+    """Packs each dataset whose original files are given into DIR/NAME.tar.xz."""
+    arguments.data.mkdir(parents=True, exist_ok=True)
+    if arguments.ml_1m:
+        pack_prepared(arguments.data, "ml-1m", ["movielens", "--input", arguments.ml_1m])
+    if arguments.beauty:
+        command = ["sequences", "--input", arguments.beauty, "--times", arguments.beauty_times]
+        sizes = ["--min-user-events", "5", "--min-item-events", "5", "--max-history", "50"]
+        pack_prepared(arguments.data, "amazon-beauty", command + sizes)
+    if arguments.kuairand:
+        # Its requests repeat histories, so that prepared rows are six times as large as the log.
+        patterns = ("log_standard*", "user_features*", "video_features_basic*")
+        with tarfile.open(arguments.data / "kuairand-log.tar.xz", "w:xz", preset=9) as tar:
+            for path in (path for pattern in patterns for path in arguments.kuairand.rglob(pattern)):
+                opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+                with opened as file:
+                    content = file.read()
+                entry = tarfile.TarInfo(f"kuairand-log/{path.name.removesuffix('.gz')}")
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    for path in arguments.data.glob("*.tar.xz"):
+        print(path, path.stat().st_size, "bytes")
+
+
+def prepared(*command: str | Path) -> None:
+    subprocess.run([sys.executable, "-m", "recsys.prepare", *map(str, command)], check=True)
+
+
+def pack_prepared(data: Path, name: str, command: list) -> None:
+    """Prepares a dataset and packs it; parquet files are stored uncompressed, which xz packs better."""
     from pyarrow import parquet
 
-    commands = {
-        "ml-1m": ["movielens", "--input", arguments.ml_1m],
-        "amazon-beauty": [
-            *("sequences", "--input", arguments.beauty, "--times", arguments.beauty_times),
-            *("--min-user-events", "5", "--min-item-events", "5", "--max-history", "50"),
-        ],
-        "kuairand": ["kuairand", "--input", arguments.kuairand],
-    }
-    for name, command in commands.items():
-        output = arguments.data / name
-        if command[2] is None or (arguments.data / f"{name}.tar.xz").exists():
-            continue
-        subprocess.run(
-            [sys.executable, "-m", "recsys.prepare", *map(str, command), "--output", output, "--overwrite"],
-            check=True,
-        )
-        for path in output.rglob("*.parquet"):
-            file = parquet.ParquetFile(path)
-            groups = [file.read_row_group(group) for group in range(file.num_row_groups)]
-            with parquet.ParquetWriter(
-                path, file.schema_arrow, compression="none", use_dictionary=False
-            ) as writer:
-                for group in groups:
-                    writer.write_table(group, row_group_size=max(1, group.num_rows))
-        with tarfile.open(arguments.data / f"{name}.tar.xz", "w:xz", preset=9) as tar:
-            tar.add(output, name)
-        print(name, (arguments.data / f"{name}.tar.xz").stat().st_size, "bytes")
+    prepared(*command, "--output", data / name, "--overwrite")
+    for path in (data / name).rglob("*.parquet"):
+        file = parquet.ParquetFile(path)
+        groups = [file.read_row_group(group) for group in range(file.num_row_groups)]
+        options = {"compression": "none", "use_dictionary": False}
+        with parquet.ParquetWriter(path, file.schema_arrow, **options) as writer:
+            for group in groups:
+                writer.write_table(group, row_group_size=max(1, group.num_rows))
+    with tarfile.open(data / f"{name}.tar.xz", "w:xz", preset=9) as tar:
+        tar.add(data / name, name)
 
 
 def unpack(data: Path) -> None:
+    """Unpacks what `prepare` packed, unless it is there."""
     for archive in data.glob("*.tar.xz"):
         name = archive.name.removesuffix(".tar.xz")
-        if name in SETTINGS and not (data / name).exists():
-            with tarfile.open(archive) as tar:
-                tar.extractall(data / f"{name}.part", filter="data")
-            (data / f"{name}.part" / name).rename(data / name)
+        if name not in (*SETTINGS, "kuairand-log") or (data / name).exists():
+            continue
+        with tarfile.open(archive) as tar:
+            tar.extractall(data / f"{name}.part", filter="data")
+        (data / f"{name}.part" / name).rename(data / name)
+    if (data / "kuairand-log").exists() and not (data / "kuairand").exists():
+        prepared("kuairand", "--input", data / "kuairand-log", "--output", data / "kuairand")
 
 
 def result(run: Run) -> dict | None:
