@@ -18,7 +18,10 @@ from recsys.ops.relative_bias import RelativeBias
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Facts of a call from which a backend decides whether it can run; no values of tensors."""
+    """Facts of a call from which a backend decides whether it can run; no values of tensors.
+
+    `histories_only` says that no sample has contextual tokens or targets. Only `softmax_attention` sets it.
+    """
 
     device: str
     dtype: torch.dtype
@@ -29,6 +32,7 @@ class AttentionFacts:
     has_bias: bool = False
     needs_grad: bool = False
     deterministic: bool = False
+    histories_only: bool = False
 
 
 @lru_cache(maxsize=1024)

@@ -65,6 +65,7 @@ class SasRecMixer(Mixer):
                 mask=mask,
                 needs_grad=True,
                 deterministic=is_deterministic(),
+                histories_only=model.HasField("retriever"),
             )
             yield AttentionUse(SOFTMAX_ATTENTION, path, "auto", facts)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts, attention_facts, check_attention, check_number, scale_of
@@ -61,7 +64,10 @@ def _facts(
     check_attention(q, k, v, layout, mask)
     if alpha is not None:
         check_number("alpha", alpha)
-    return attention_facts(q, k, v, mask, bias=None, deterministic=None)
+    facts = attention_facts(q, k, v, mask, bias=None, deterministic=None)
+    if torch.compiler.is_compiling() or layout.num_contextual or layout.total_targets:
+        return facts
+    return replace(facts, histories_only=True)
 
 
-OP = Op("softmax_attention", __name__, backends=("reference",), facts=_facts)
+OP = Op("softmax_attention", __name__, backends=("flash", "reference"), facts=_facts)
