@@ -5,7 +5,8 @@
     python bench.py sasrec --json sasrec.json         softmax_attention: padded SDPA and what "auto" takes
 
 Run from the root of the repository. `peers` first compiles the candidates of fla's tuners in parallel
-processes. fla then tunes in the first call of each form, outside of all timings, and picks by itself.
+processes. fla then tunes on the two shapes TUNED, outside of all timings, and picks by itself; it gets 25 ms
+a candidate instead of 100.
 """
 
 import argparse
@@ -43,6 +44,7 @@ SHAPES = {
     "32, Zipf up to 4,096": [max(1, int(4096 / (1 + i) ** 0.6)) for i in range(32)],
     "256, 1 to 400": [1 + (i * 131) % 400 for i in range(256)],
 }
+TUNED = ("32 x 2,048", "32, Zipf up to 4,096")
 PEERS = {"a channel": "chunk_gla", "delta, a head": "chunk_gated_delta_rule"}
 
 
@@ -180,7 +182,7 @@ def record(shape: str, dim: int, name: str, measured: Cost) -> dict:
     }
 
 
-def compile_peer(name: str, form: str, dim: int, lengths: list[int], part: int, parts: int) -> None:
+def compile_peer(name: str, form: str, dim: int, shape: str, part: int, parts: int) -> None:
     """Compiles a part of the candidates of fla's tuners into Triton's cache on disk; times nothing."""
     from triton.runtime.autotuner import Autotuner
 
@@ -188,17 +190,18 @@ def compile_peer(name: str, form: str, dim: int, lengths: list[int], part: int, 
     Autotuner.prune_configs = lambda self, kwargs: whole(self, kwargs)[part::parts] or whole(self, kwargs)[:1]
     Autotuner.do_bench = property(lambda _: lambda function, **__: (function(), [0.0, 0.0, 0.0])[1])
     Autotuner.check_disk_cache = lambda self, key, configs, bench: (bench(), False)[1]
+    lengths = [-(-n // 8) for n in SHAPES[shape]]  # as many samples, whose number is in some keys
     layout, leaves = inputs(lengths, dim, **FORMS[form])
     out = theirs(name, lengths, layout, leaves)
     torch.autograd.grad(out, leaves, torch.randn_like(out))
     torch.cuda.synchronize()
 
 
-def compile_peers(deadline: float) -> None:
+def compile_peers(dims: list[int], deadline: float) -> None:
     """Runs `compile_peer` in parallel; what is late is compiled while tuning."""
     context = multiprocessing.get_context("spawn")
     cores = len(os.sched_getaffinity(0))
-    cases = [(n, f, d, x) for f, n in PEERS.items() for d in (64, 128) for x in ([512] * 4, [700, 64, 1])]
+    cases = [(name, form, dim, shape) for form, name in PEERS.items() for dim in dims for shape in TUNED]
     parts = max(1, round(1.5 * cores / len(cases)))
     jobs = [(*case, part, parts) for case in cases for part in range(parts)]
     begin = time.perf_counter()
@@ -210,11 +213,24 @@ def compile_peers(deadline: float) -> None:
     late = [worker for worker in workers if worker.is_alive()]
     for worker in late:
         worker.terminate()
-    failed = sum(worker.exitcode not in (0, None) for worker in workers) - len(late)
+    failed = sum(worker.exitcode != 0 for worker in workers if worker not in late)
     print(
         f"compiled fla's candidates: {time.perf_counter() - begin:.0f} s, {len(late)} late, {failed} failed",
         flush=True,
     )
+
+
+def tune(name: str, form: str, dim: int) -> None:
+    """Lets fla tune the kernels of both passes, for equal and for ragged lengths."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    Autotuner.do_bench = property(lambda _: partial(do_bench, warmup=5, rep=25))
+    for shape in TUNED:
+        layout, leaves = inputs(SHAPES[shape], dim, **FORMS[form])
+        out = theirs(name, SHAPES[shape], layout, leaves)
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
+        torch.cuda.synchronize()
 
 
 def naive(name: str, lengths: list[int], leaves: list[Tensor]) -> Tensor:
@@ -255,16 +271,18 @@ def compare(name: str, form: str, dim: int) -> dict:
     return {"form": form, "dim": dim, "errors of out, q, k, v, decay, beta": errors}
 
 
-def peers() -> list[dict]:
+def peers(dims: list[int]) -> list[dict]:
     """Prints each form beside its peer on all shapes; forms without a peer are left out."""
     import fla
 
     begin = time.perf_counter()
-    compile_peers(deadline=100)
+    compile_peers(dims, deadline=100)
     print(f"fla {fla.__version__}; milliseconds of forward / of forward and backward / peak MiB", flush=True)
     records = []
-    for dim in (64, 128):
+    for dim in dims:
         for form, name in PEERS.items():
+            tune(name, form, dim)
+            print(f"tuned {name} D{dim}: {time.perf_counter() - begin:.0f} s", flush=True)
             records.append(compare(name, form, dim))
             for shape, lengths in SHAPES.items():
                 layout, leaves = inputs(lengths, dim, **FORMS[form])
@@ -312,10 +330,12 @@ def sasrec() -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["attention", "peers", "sasrec"])
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="widths of heads of `peers`")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     begin = time.perf_counter()
-    records = {"attention": attention, "peers": peers, "sasrec": sasrec}[arguments.what]()
+    measures = {"attention": attention, "peers": partial(peers, arguments.dims), "sasrec": sasrec}
+    records = measures[arguments.what]()
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, {time.perf_counter() - begin:.0f} s")
     if arguments.json:
