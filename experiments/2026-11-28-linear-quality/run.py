@@ -68,6 +68,7 @@ class Setting:
             "sasrec": f"sasrec {{ num_layers: {self.layers} {shared} }}",
             "gated": linear("GATED", self.layers),
             "delta": linear("DELTA", self.layers),
+            "ligr": f"sasrec {{ num_layers: {self.layers} {shared} ligr: true }}",
             "hybrid": f"hybrid {{ mixers {{ {linear('GATED', layers)} }} mixers {{ {attention} }} }}",
         }
 

@@ -49,6 +49,45 @@ def test_equals_pytorchs_transformer_on_padded_samples(heads):
         torch.testing.assert_close(mixed, expected)
 
 
+def test_ligr_blocks_are_the_formula_a_token_at_a_time():
+    """Tokens of a sample one by one, with PyTorch's own attention for the last of the tokens so far."""
+    config = pb.SasRecMixer(num_layers=2, num_heads=3, feed_forward_dim=7, ligr=True)
+    mixer = SasRecMixer(config, embedding_dim=WIDTH).double()
+    for parameter in mixer.parameters():
+        nn.init.normal_(parameter)
+    sequence = random_sequence([(5, 0), (1, 0), (6, 0)], contextual=0)
+    parts = [x.split(sequence.layout.lengths.tolist()) for x in (sequence.values, mixer(sequence).values)]
+    for x, mixed in zip(*parts, strict=True):
+        for block in mixer.blocks:
+            x = torch.stack([ligr(block, x[: end + 1]) for end in range(len(x))])
+        expected = nn.functional.layer_norm(x, (WIDTH,), mixer.norm.weight, mixer.norm.bias, eps=1e-6)
+        torch.testing.assert_close(mixed, expected)
+
+
+def ligr(block, seen):
+    """The last token's output of a LiGR block, from the tokens that it sees, [n, E]."""
+
+    def linear(layer, x):
+        return layer.weight @ x + layer.bias
+
+    def normalized(norm, x):
+        return (x - x.mean()) / (x.var(correction=0) + 1e-6).sqrt() * norm.weight + norm.bias
+
+    x = seen[-1]
+    q, k, v = block.qkv(torch.stack([normalized(block.attention_norm, token) for token in seen])).chunk(3, 1)
+    attention = nn.functional.multi_head_attention_forward  # its projections are the identity here
+    unit, nothing = torch.eye(WIDTH, dtype=x.dtype), torch.zeros(3 * WIDTH, dtype=x.dtype)
+    mixed, _ = attention(
+        *(q[-1:], k, v, WIDTH, block.num_heads, unit.repeat(3, 1), nothing, None, None, False, 0.0),
+        *(block.project.weight, block.project.bias),
+    )
+    x = x + torch.sigmoid(linear(block.attention_gate, x)) * mixed[0]
+    part = block.feed_forward
+    gate, values = linear(part.widen, normalized(part.norm, x)).chunk(2)
+    added = linear(part.narrow, gate * torch.sigmoid(gate) * values)
+    return x + torch.sigmoid(linear(block.feed_forward_gate, x)) * added
+
+
 def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match=r"num_heads = 4 must divide model.embedding_dim = 6"):
         SasRecMixer(pb.SasRecMixer(num_heads=4), embedding_dim=WIDTH)
