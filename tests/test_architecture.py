@@ -280,7 +280,7 @@ def test_the_rule_lets_downward_imports_pass():
 DATA_STAGES = (
     {"arrow", "counts", "filesystems", "hashing", "lru"},
     {"schema"},
-    {"codes", "pretrained_rows"},
+    {"codes", "features", "pretrained_rows"},
     {"sources"},
     {"plan"},
     {"convert"},

@@ -13,7 +13,7 @@ from recsys import protos as pb
 from recsys.api.rows import Rows, to_table
 from recsys.config import Loaded, Parsed, textproto
 from recsys.config.declarations import model_of
-from recsys.config.features import PREFIX
+from recsys.config.feature_kinds import FeatureKind, kinds
 from recsys.data.arrow import one_array
 from recsys.data.sources.memory import MemoryFile
 from recsys.errors import ConfigError, DataError
@@ -120,9 +120,9 @@ def in_memory(cfg: Config) -> Config:
                 owned[path] = MemoryFile(pq.read_table(file), name)
         return owned[path].address
 
-    for feature, resolved in zip(loaded.pipeline.features, cfg.pipeline.features, strict=True):
-        if resolved.HasField("id") and resolved.id.HasField("vocabulary"):
-            feature.id.vocabulary.file = copy(resolved.id.vocabulary.file, resolved.id.table)
+    for kind, resolved in zip(kinds(loaded.pipeline), kinds(cfg.pipeline), strict=True):
+        if kind.vocabulary is not None:
+            kind.vocabulary.file = copy(resolved.vocabulary.file, resolved.table)
     if data.item_file:
         data.item_file = copy(data.item_file, "items")
     return Config(loaded, _prepare(loaded, mistakes, ()), list(owned.values()))
@@ -191,37 +191,36 @@ def _prepare(loaded: Loaded, mistakes: Sequence[str], overrides: Sequence[str]) 
 
 def _add_vocabularies(pipeline: pb.Pipeline, vocabularies: Rows) -> list[MemoryFile]:
     """Gives each vocabulary without a file a table in memory, and returns these tables."""
-    missing: dict[str, list[pb.Feature]] = {}
-    for feature in pipeline.features:
-        has_vocabulary = feature.HasField("id") and feature.id.HasField("vocabulary")
-        if has_vocabulary and not feature.id.vocabulary.file and not pipeline.data.vocabulary_dir:
-            missing.setdefault(feature.id.table or feature.name, []).append(feature)
+    missing: dict[str, list[FeatureKind]] = {}
+    for kind in kinds(pipeline):
+        if kind.vocabulary is not None and not (kind.vocabulary.file or pipeline.data.vocabulary_dir):
+            missing.setdefault(kind.table, []).append(kind)
     counted = not isinstance(vocabularies, Mapping)
     rows = to_table(vocabularies, "vocabularies") if counted else None
     owned = []
-    for table, features in missing.items():
+    for table, readers in missing.items():
         if rows is not None:
-            ids = _count(rows, table, features)
+            ids = _count(rows, table, readers)
         elif table in vocabularies:
             ids = _listed(vocabularies[table], table)
         else:
             continue
         owned.append(MemoryFile(ids, table))
-        for feature in features:
-            feature.id.vocabulary.file = owned[-1].address
+        for kind in readers:
+            kind.vocabulary.file = owned[-1].address
     return owned
 
 
-def _count(rows: pa.Table, table: str, features: list[pb.Feature]) -> pa.Table:
+def _count(rows: pa.Table, table: str, readers: list[FeatureKind]) -> pa.Table:
     """Counts the ids of an embedding table as the preparation tools do: each training event once.
 
     In rows with candidates, the candidates are the events, and histories repeat them. An id that occurs only
     in histories comes last, with count 0.
     """
     counts, item_values = IdCounts(), []
-    for feature in features:
-        sides = [side for side in _COUNTED_SIDES if side in feature.sides]
-        columns = [PREFIX[side] + feature.name for side in sides]
+    for kind in readers:
+        sides = [side for side in _COUNTED_SIDES if side in kind.feature.sides]
+        columns = [name for side in sides for name in kind.columns(side)]
         present = [name for name in columns if name in rows.column_names]
         if not present:
             names = " or ".join(columns)

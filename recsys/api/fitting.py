@@ -19,6 +19,7 @@ from recsys.api.batches import Batches, as_batches
 from recsys.api.configs import with_sources
 from recsys.api.models import Model
 from recsys.api.rows import Rows
+from recsys.config.feature_kinds import kinds
 from recsys.data.sources.memory import PROTOCOL
 from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.logs import is_for_console
@@ -249,10 +250,10 @@ def _keep_rows(pipeline: pb.Pipeline, folder: Path) -> None:
         if data.HasField(split) and getattr(data, split).HasField("parquet"):
             paths = getattr(data, split).parquet.paths
             paths[:] = [_keep(path, folder / DATA / f"{split}.parquet") for path in paths]
-    for feature in pipeline.features:
-        vocabulary = feature.id.vocabulary
-        if vocabulary.file:
-            name = f"{feature.id.table}.parquet"
+    for kind in kinds(pipeline):
+        vocabulary = kind.vocabulary
+        if vocabulary is not None:
+            name = f"{kind.table}.parquet"
             vocabulary.file = _keep(vocabulary.file, folder / DATA / "vocabulary" / name)
     if data.item_file:
         data.item_file = _keep(data.item_file, folder / DATA / "items.parquet")

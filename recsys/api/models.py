@@ -18,7 +18,7 @@ from recsys.config import features
 from recsys.config.declarations import model_of
 from recsys.data.arrow import one_array
 from recsys.data.convert.row_checks import Lists
-from recsys.data.schema.contract import FileColumn, Kind, check_columns
+from recsys.data.schema.contract import check_columns, feature_columns
 from recsys.data.schema.vocabulary import Vocabulary, mappings
 from recsys.errors import ConfigError, RecsysError
 from recsys.inference.eager import EagerPackage
@@ -171,12 +171,14 @@ class Model:
     def _table_vectors(self, feature: str) -> pa.Table:
         module = self.require_module("asked for its tables")
         message = next((f for f in self.config.pipeline.features if f.name == feature), None)
-        mapping = None if message is None else mappings(self.config.pipeline).get(message.id.table)
-        if message is None or not isinstance(mapping, Vocabulary):
-            names = [f.name for f in self.config.pipeline.features if f.id.HasField("vocabulary")]
-            problem = f"feature: {feature!r} is given; id features with a vocabulary are {', '.join(names)}"
+        table = None if message is None else features.kind_of(message).table
+        mapping = mappings(self.config.pipeline).get(table)
+        if not isinstance(mapping, Vocabulary):
+            kinds = features.kinds(self.config.pipeline)
+            names = [kind.feature.name for kind in kinds if kind.vocabulary is not None]
+            problem = f"feature: {feature!r} is given; features with a vocabulary are {', '.join(names)}"
             raise ConfigError(problem)
-        name = f".{message.id.table}_table.weight"
+        name = f".{table}_table.weight"
         (weight,) = (tensor for key, tensor in module.state_dict().items() if key.endswith(name))
         places = mapping.layout.row_of(np.arange(len(mapping)))
         return vector_table({"id": mapping.ids}, weight.detach().cpu().numpy()[places])
@@ -333,8 +335,8 @@ def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
             f"{_decoding(predictor)} with method: EXACT does"
         )
     name = features.PREFIX[pb.CANDIDATE] + predictor.item
-    item = features.searched_item(predictor.pipeline)
-    check_columns(table.schema, [FileColumn(name, pb.CANDIDATE, Kind.ID, feature=item)], "rows")
+    item = features.kind_of(features.searched_item(predictor.pipeline))
+    check_columns(table.schema, feature_columns(item, pb.CANDIDATE), "rows")
     queries = predictor.queries(table)
     lists = Lists.of(one_array(table[name]))
     places = predictor.vocabulary.layout.id_of(predictor.vocabulary.map(lists.values))

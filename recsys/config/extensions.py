@@ -24,6 +24,7 @@ GROUP = "recsys.components"
 """Entry-point group in which an installed package is found without `--import`."""
 
 HOLDERS = [
+    pb.Feature,
     pb.Model,
     pb.Preprocessor,
     pb.Mixer,

@@ -8,10 +8,7 @@ from dataclasses import dataclass, replace
 
 from recsys import protos as pb
 from recsys.config.declarations import model_of
-
-PREFIX = {pb.USER: "", pb.HISTORY: "uih_", pb.CANDIDATE: "candidate_", pb.ITEM: "catalogue_"}
-"""Prefix of a feature's column on each side. Columns of side ITEM have it only in batches; in
-`data.item_file` they have the feature's name."""
+from recsys.config.feature_kinds import PREFIX, FeatureKind, kind_of, kinds
 
 TIMESTAMPS = "timestamps"
 ACTIONS = "actions"
@@ -49,20 +46,31 @@ class Column:
     """One feature on one side.
 
     Attributes:
-        name: column in the file and key in the batch, e.g. `uih_item_id`.
+        name: key in the batch, e.g. `uih_item_id`; most kinds read the column of this name in the file.
         side: pb.USER, pb.HISTORY, pb.CANDIDATE or pb.ITEM.
-        feature: the feature's message.
-        table: name of the embedding table; None for a number that is used without one.
-        width: width of the embedding; 1 for a number.
-        multi_valued: whether each row, event or candidate has a list of ids.
+        kind: the kind of the feature.
+        table: name of the embedding table; None for numbers that are used without one.
+        width: width of the vector that the model receives.
+        multi_valued: whether each row, event or candidate has a list of table rows.
     """
 
     name: str
     side: int
-    feature: pb.Feature
+    kind: FeatureKind
     table: str | None
     width: int
     multi_valued: bool
+
+    @property
+    def feature(self) -> pb.Feature:
+        """The feature's message."""
+        return self.kind.feature
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Sizes of the tensor of numbers in a batch behind its first one: () for one number each."""
+        width = self.kind.input_width
+        return () if self.table is not None or width == 1 else (width,)
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,10 @@ def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
             file has.
     """
     result = []
-    for feature in pipeline.features:
-        for feature_side in sorted(set(feature.sides)):
+    for kind in kinds(pipeline):
+        for feature_side in sorted(set(kind.feature.sides)):
             if feature_side == side or (side is None and feature_side != pb.ITEM):
-                result.append(_column(feature, feature_side))
+                result.append(_column(kind, feature_side))
     return result
 
 
@@ -141,8 +149,8 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
         name = column.table
         by_name[name] = Table(
             name,
-            table_rows(column.feature),
-            column.width,
+            column.kind.rows,
+            column.kind.input_width,
             names,
             is_sharded(pipeline, name),
             table_precision(pipeline, name),
@@ -178,12 +186,7 @@ def table_precision(pipeline: pb.Pipeline, table: str) -> int:
 
 def table_names(pipeline: pb.Pipeline) -> list[str]:
     """Returns the names of all embedding tables that the features have, in the order of the config."""
-    names = [
-        feature.id.table if feature.HasField("id") else feature.name
-        for feature in pipeline.features
-        if feature.HasField("id") or feature.numeric.HasField("bucketize")
-    ]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(kind.table for kind in kinds(pipeline) if kind.table is not None))
 
 
 def shared_columns(pipeline: pb.Pipeline) -> list[str]:
@@ -244,18 +247,8 @@ def _item_table(pipeline: pb.Pipeline, name: str) -> str:
 
 def table_rows(feature: pb.Feature) -> int:
     """Returns the number of rows of a feature's embedding table."""
-    if feature.HasField("numeric"):
-        return len(feature.numeric.bucketize.boundaries) + 1
-    if feature.id.HasField("hash"):
-        return feature.id.hash.num_buckets
-    return feature.id.vocabulary.size + 1
+    return kind_of(feature).rows
 
 
-def _column(feature: pb.Feature, side: int) -> Column:
-    name = PREFIX[side] + feature.name
-    if feature.HasField("id"):
-        id = feature.id
-        return Column(name, side, feature, id.table, id.embedding_dim, id.multi_valued)
-    if feature.numeric.HasField("bucketize"):
-        return Column(name, side, feature, feature.name, feature.numeric.bucketize.embedding_dim, False)
-    return Column(name, side, feature, None, 1, False)
+def _column(kind: FeatureKind, side: int) -> Column:
+    return Column(PREFIX[side] + kind.feature.name, side, kind, kind.table, kind.width, kind.multi_valued)

@@ -23,6 +23,9 @@ COMPONENTS = "recsys.models.components"
 `COMPONENTS` stand above the registry, so it imports them by name, when it is first asked for something that
 it does not know."""
 
+FEATURE_KINDS = "recsys.data.features"
+"""Package whose import registers the built-in kinds of features, without importing torch."""
+
 _CLASSES: dict[str, type] = {}
 _DECLARATIONS: dict[str, type] = {}
 
@@ -116,6 +119,14 @@ def lookup(message: type[Message]) -> type:
     if key not in _CLASSES:
         raise ValueError(f"no class is registered for {key}; known: {', '.join(sorted(_CLASSES)) or 'none'}")
     return _CLASSES[key]
+
+
+def feature_kind(message: type[Message]) -> type | None:
+    """Returns the class of a kind of feature, or None if none is registered; imports no torch."""
+    key = message.DESCRIPTOR.full_name
+    if key not in _CLASSES:
+        importlib.import_module(FEATURE_KINDS)
+    return _CLASSES.get(key)
 
 
 def registered(choice: type[Message]) -> dict[str, Component]:

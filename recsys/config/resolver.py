@@ -18,6 +18,7 @@ from recsys.config.checks import Finding, choices
 from recsys.config.checks.train import sharded
 from recsys.config.checks.walk import descend
 from recsys.config.declarations import Choice, mixer_of, model_of
+from recsys.config.feature_kinds import kinds
 from recsys.config.features import ACTIONS, PREFIX
 from recsys.errors import ConfigError
 
@@ -135,20 +136,14 @@ def _defaults(message: Message, path: str, origins: dict[str, str]) -> None:
 
 
 def _features(pipeline: pb.Pipeline) -> Iterator[Choice]:
-    folder, width = pipeline.data.vocabulary_dir, pipeline.model.embedding_dim
-    for index, feature in enumerate(pipeline.features):
-        path = f"features[{index}]"
-        if feature.numeric.HasField("bucketize"):
-            place = f"{path}.numeric.bucketize"
-            yield Choice(feature.numeric.bucketize, place, "embedding_dim", width, "model.embedding_dim")
-        if not feature.HasField("id"):
-            continue
-        yield Choice(feature.id, f"{path}.id", "table", feature.name, f"{path}.name")
-        yield Choice(feature.id, f"{path}.id", "embedding_dim", width, "model.embedding_dim")
-        if feature.id.HasField("vocabulary") and folder:
-            file = f"{folder.rstrip('/')}/{feature.id.table}.parquet"
-            vocabulary, place = feature.id.vocabulary, f"{path}.id.vocabulary"
-            yield Choice(vocabulary, place, "file", file, "data.vocabulary_dir and id.table")
+    folder = pipeline.data.vocabulary_dir
+    for kind in kinds(pipeline):
+        yield from kind.choices(pipeline)
+        if kind.vocabulary is not None and folder:
+            file = f"{folder.rstrip('/')}/{kind.table}.parquet"
+            field = kind.path.removeprefix(f"{kind.feature_path}.")
+            origin = f"data.vocabulary_dir and {field}.table"
+            yield Choice(kind.vocabulary, f"{kind.path}.vocabulary", "file", file, origin)
 
 
 def _data(pipeline: pb.Pipeline) -> Iterator[Choice]:
@@ -267,13 +262,13 @@ def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Fi
     """Fills in the sizes of vocabularies, and returns findings about their files."""
     findings: list[Finding] = []
     sizes: dict[str, int | str] = {}
-    for index, feature in enumerate(pipeline.features):
-        vocabulary = feature.id.vocabulary
-        if not vocabulary.file:
+    for kind in kinds(pipeline):
+        vocabulary = kind.vocabulary
+        if vocabulary is None or not vocabulary.file:
             continue
         if vocabulary.file not in sizes:
             sizes[vocabulary.file] = _count_ids(vocabulary.file)
-        size, path = sizes[vocabulary.file], f"features[{index}].id.vocabulary"
+        size, path = sizes[vocabulary.file], f"{kind.path}.vocabulary"
         if isinstance(size, str):
             findings.append(Finding(f"{path}.file", size))
         elif vocabulary.HasField("size") and vocabulary.size != size:

@@ -36,6 +36,13 @@ def integers(values: pa.Array) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
 
 
+def floats(values: pa.Array) -> np.ndarray:
+    """Converts a number or boolean array to float64, unless it is float32; nulls become NaN."""
+    if not pa.types.is_float32(values.type):
+        values = values.cast(pa.float64(), safe=False)
+    return values.to_numpy(zero_copy_only=False)
+
+
 def open_parquet(path: str, remedy: str) -> pq.ParquetFile:
     """Opens a parquet file; its pages are checked against their checksums as they are read.
 

@@ -27,6 +27,8 @@ class Collator:
     def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, negatives: NegativesBuilder | None) -> None:
         self._rule = rule
         self._keys = [column.name for column in features.columns(pipeline) if column.table]
+        columns = [*features.columns(pipeline), *features.columns(pipeline, pb.ITEM)]
+        self._shapes = {column.name: column.batch_shape for column in columns if column.batch_shape}
         self._negatives = negatives
 
     @classmethod
@@ -67,7 +69,7 @@ class Collator:
             num_candidates=candidates,
             ids=self._ids(arrays, negatives.ids),
             value_counts=_tensors(arrays.value_counts | negatives.value_counts),
-            numbers=_tensors(arrays.numbers | negatives.numbers),
+            numbers=self._numbers(arrays.numbers | negatives.numbers),
             request_time=torch.from_numpy(arrays.request_time),
             uih_timestamps=torch.from_numpy(arrays.uih_timestamps),
             uih_actions=torch.from_numpy(arrays.uih_actions),
@@ -94,6 +96,10 @@ class Collator:
         targets = candidates if rule.targets else torch.zeros_like(candidates)
         lengths = rule.num_contextual + rule.tokens_per_event * events + targets
         return SequenceLayout(lengths, targets, rule.num_contextual)
+
+    def _numbers(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        shaped = {name: arrays[name].reshape(-1, *shape) for name, shape in self._shapes.items()}
+        return _tensors(arrays | shaped)
 
     def _ids(self, arrays: BatchArrays, negatives: dict[str, np.ndarray]) -> KeyedJaggedTensor:
         """Joins the ids of the rows and the ids of the negatives; row 0 holds all negatives."""

@@ -108,11 +108,8 @@ class _Names:
         for column in self._columns:
             if column.side == pb.USER:
                 plain = column.table is None
-                value = (
-                    f"{self._batch.numbers[column.name][self._row]:.4g}"
-                    if plain
-                    else " ".join(self._of(column))
-                )
+                numbers = self._batch.numbers[column.name][self._row].reshape(-1).tolist() if plain else []
+                value = " ".join([f"{number:.4g}" for number in numbers] if plain else self._of(column))
                 texts.append(f"{column.name}={value}")
         return texts
 
@@ -126,7 +123,7 @@ class _Names:
                 "unknown" if value is None else str(value) for value in mapping.original(rows).to_pylist()
             ]
         return [
-            f"#{bucket}" if isinstance(mapping, HashBuckets) else _between(mapping, bucket)
+            _between(mapping, bucket) if isinstance(mapping, Buckets) else f"#{bucket}"
             for bucket in rows.tolist()
         ]
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys import protos as pb
+from recsys.config.feature_kinds import FeatureKind
 from recsys.data.arrow import is_list, is_text, open_parquet
 from recsys.data.schema.vocabulary import Vocabulary, embedded_features, mapping_of
 from recsys.errors import DataError
@@ -31,7 +32,7 @@ class PretrainedTable:
     Args:
         pipeline: the resolved config.
         table: name of the table.
-        feature: a feature of the table; it has `id.init_from`.
+        kind: the kind of a feature of the table; it has `id.init_from`.
 
     Raises:
         DataError: the file is missing or broken, a column is missing or has another type, or the vectors have
@@ -44,9 +45,9 @@ class PretrainedTable:
         shared: ids whose hash bucket got the vector of an earlier id of the file.
     """
 
-    def __init__(self, pipeline: pb.Pipeline, table: str, feature: pb.Feature) -> None:
-        self.table, self._pipeline, self._feature = table, pipeline, feature
-        self._config, self._width = feature.id.init_from, feature.id.embedding_dim
+    def __init__(self, pipeline: pb.Pipeline, table: str, kind: FeatureKind) -> None:
+        self.table, self._pipeline, self._kind = table, pipeline, kind
+        self._config, self._width = kind.feature.id.init_from, kind.width
         self.ids = self.used = self.unknown = self.shared = 0
         self._place = f"{self._config.parquet}: for table {table}"
         try:
@@ -62,7 +63,7 @@ class PretrainedTable:
             DataError: an id or a vector is null, twice, of another width, or not finite; or no id is in the
                 vocabulary.
         """
-        mapping = mapping_of(self._pipeline, self.table, self._feature)
+        mapping = mapping_of(self._pipeline, self._kind)
         taken = np.zeros(mapping.rows, bool)
         columns = [self._config.id_column, self._config.vector_column]
         for batch in self._file.iter_batches(_AT_A_TIME, columns=columns):
@@ -141,7 +142,7 @@ class PretrainedTable:
 def pretrained_tables(pipeline: pb.Pipeline) -> list[PretrainedTable]:
     """Opens the file of each table of a resolved config that has `init_from`, and checks its columns."""
     return [
-        PretrainedTable(pipeline, table, feature)
-        for table, feature in embedded_features(pipeline).items()
-        if feature.HasField("id") and feature.id.HasField("init_from")
+        PretrainedTable(pipeline, table, kind)
+        for table, kind in embedded_features(pipeline).items()
+        if kind.feature.id.HasField("init_from")
     ]

@@ -27,9 +27,9 @@ class UnknownIds:
         columns = [column for column in features.columns(pipeline) if column.table]
         self._names = [column.name for column in columns]
         self._files = {
-            column.name: column.feature.id.vocabulary.file
+            column.name: column.kind.vocabulary.file
             for column in columns
-            if column.feature.HasField("id") and column.feature.id.HasField("vocabulary")
+            if column.kind.vocabulary is not None
         }
         self._seen = dict.fromkeys(self._files, 0)
         self._unknown = dict.fromkeys(self._files, 0)

@@ -214,12 +214,12 @@ def _write_sides(source: ExportSource, folder: Path, golden: Tensor) -> None:
     stored = pb.Pipeline()
     stored.CopyFrom(pipeline)
     (folder / package.VOCABULARY).mkdir()
-    for feature in stored.features:
-        if feature.HasField("id") and feature.id.HasField("vocabulary"):
-            name = f"{package.VOCABULARY}/{feature.id.table}.parquet"
-            with fsspec.open(feature.id.vocabulary.file, "rb") as file:
+    for kind in features.kinds(stored):
+        if kind.vocabulary is not None:
+            name = f"{package.VOCABULARY}/{kind.table}.parquet"
+            with fsspec.open(kind.vocabulary.file, "rb") as file:
                 (folder / name).write_bytes(file.read())
-            feature.id.vocabulary.file = name
+            kind.vocabulary.file = name
     (folder / config.FILE_NAME).write_text(config.to_text(stored), encoding="utf-8")
     declared, item_inputs = model_of(pipeline), None
     if declared.item_feature is not None:

@@ -369,8 +369,8 @@ def _require_vector_each(folder: Path, vectors: Tensor, pipeline: pb.Pipeline) -
 
 def _read_config(folder: Path) -> pb.Pipeline:
     pipeline = config.prepare(folder / config.FILE_NAME, read_files=False, follow_imports=False).pipeline
-    for feature in pipeline.features:
-        if feature.HasField("id") and feature.id.HasField("vocabulary"):
-            require_inside(feature.id.vocabulary.file, f"{folder / config.FILE_NAME}: {feature.name}")
-            feature.id.vocabulary.file = str(folder / feature.id.vocabulary.file)
+    for kind in features.kinds(pipeline):
+        if kind.vocabulary is not None:
+            require_inside(kind.vocabulary.file, f"{folder / config.FILE_NAME}: {kind.feature.name}")
+            kind.vocabulary.file = str(folder / kind.vocabulary.file)
     return pipeline

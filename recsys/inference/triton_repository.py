@@ -14,8 +14,9 @@ from recsys import files
 from recsys import protos as pb
 from recsys.config import features
 from recsys.config.declarations import model_of
+from recsys.config.feature_kinds import Values
 from recsys.data.arrow import is_text as is_text_type
-from recsys.data.schema.contract import FileColumn, Kind, file_columns
+from recsys.data.schema.contract import FileColumn, file_columns
 from recsys.data.schema.vocabulary import id_type
 from recsys.errors import RecsysError
 from recsys.inference.package import Description, Package
@@ -91,9 +92,7 @@ def model_config(pipeline: pb.Pipeline, description: Description) -> str:
 
 def is_text(column: FileColumn) -> bool:
     """Returns whether a column holds texts: ids of a vocabulary of texts, and all hashed ids."""
-    if column.kind is not Kind.ID or column.feature is None:
-        return False
-    return column.feature.id.HasField("hash") or is_text_type(id_type(column.feature.id.vocabulary.file))
+    return Values.TEXT in column.values
 
 
 def _inputs(column: FileColumn) -> list[str]:
@@ -105,7 +104,7 @@ def _inputs(column: FileColumn) -> list[str]:
     kind = "TYPE_INT64"
     if is_text(column):
         kind = "TYPE_STRING"
-    elif column.kind in (Kind.NUMBER, Kind.WATCH_TIME):
+    elif Values.REAL in column.values:
         kind = "TYPE_FP64"
     entries = [_entry(column.name, kind, dims) + ragged + optional]
     if column.multi_valued:

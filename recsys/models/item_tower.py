@@ -42,7 +42,7 @@ def item_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     for number, column in enumerate(features.columns(pipeline, pb.ITEM)):
         size = f"values_{number}" if column.multi_valued else ITEMS
         dtype = torch.float32 if column.table is None else torch.int64
-        inputs.append(TensorSpec(column.name, dtype, (size,)))
+        inputs.append(TensorSpec(column.name, dtype, (size, *map(str, column.batch_shape))))
         if column.multi_valued:
             inputs.append(TensorSpec(f"{column.name}.counts", torch.int64, (ITEMS,)))
     return inputs
@@ -105,7 +105,7 @@ class ItemTower(nn.Module):
         embedded = [column.name for column in columns if column.table is not None]
         self.keys = [*embedded, *features.shared_columns(pipeline)]
         self.multi_valued = [column.name for column in columns if column.multi_valued]
-        self.numbers = [column.name for column in columns if column.table is None]
+        self.numbers = {column.name: column.batch_shape for column in columns if column.table is None}
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """Maps the tensors that `item_signature` lists to vectors, float32 [n, E]."""
@@ -124,4 +124,8 @@ class ItemTower(nn.Module):
         )
         counts = {name: by_name.get(f"{name}.counts", nothing) for name in self.multi_valued}
         real = nothing.to(torch.float32)
-        return self.model.item_vectors(Items(ids, counts, {n: by_name.get(n, real) for n in self.numbers}))
+        numbers = {
+            name: by_name[name] if name in by_name else real.new_zeros(0, *shape)
+            for name, shape in self.numbers.items()
+        }
+        return self.model.item_vectors(Items(ids, counts, numbers))

@@ -52,8 +52,8 @@ class Ranker(Model):
     def forward(self, batch: Batch) -> TaskOutputs:
         """Returns logits and predictions of every candidate of the batch."""
         with self.autocast():
-            embeddings = self.embed(batch)
-            prepared = self.preprocess(embeddings, batch)
+            inputs = self.embed(batch)
+            prepared = self.preprocess(inputs, batch)
             mixed = self.mix(prepared.sequence)
             targets = self.postprocess(mixed.targets(), mixed.target_times())
             return self.predict(self.head(targets, prepared.candidates))

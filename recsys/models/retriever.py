@@ -30,7 +30,6 @@ from recsys.modules.losses.base import widen
 from recsys.modules.losses.divided_softmax import CataloguePart
 from recsys.modules.losses.softmax import IGNORED
 from recsys.modules.precision import COMPUTE_DTYPES
-from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
 from recsys.ops.linear_logp.recompute import SHORTEST
 
@@ -106,10 +105,10 @@ class Retriever(NextItemModel):
     def forward(self, batch: Batch) -> RetrieverOutputs:
         """Returns a query for every event, and the vectors of the batch's negatives."""
         with self.autocast():
-            embeddings = self.embed(batch)
-            prepared = self.preprocess(embeddings, batch)
+            inputs = self.embed(batch)
+            prepared = self.preprocess(inputs, batch)
             mixed = self.mix(prepared.sequence)
-            return self.compare(mixed, embeddings, batch)
+            return self.compare(mixed, inputs)
 
     def forward_again(self, batch: Batch, before: RetrieverOutputs) -> RetrieverOutputs:
         """Computes `forward` for a batch with the same negatives as before, which are not encoded again."""
@@ -128,7 +127,7 @@ class Retriever(NextItemModel):
         If the negatives are the whole catalogue, vector k belongs to row k + 1 of the item table.
         """
         with self.autocast():
-            return self.compare.shared(self.embed(batch), batch).items
+            return self.compare.shared(self.embed(batch)).items
 
     def divide_catalogue(self, rank: int, world_size: int) -> None:
         """Makes the loss compare the queries of all ranks with the items of each."""
@@ -203,21 +202,21 @@ class ComparableVectors(nn.Module):
         self.l2_normalize = l2_normalize
         self.trains_in = trains_in
 
-    def forward(self, mixed: JaggedSequence, embeddings: dict[str, Tensor], batch: Batch) -> RetrieverOutputs:
+    def forward(self, mixed: JaggedSequence, inputs: dict[str, Tensor]) -> RetrieverOutputs:
         """Computes queries from mixed tokens, and items from looked-up columns."""
-        return RetrieverOutputs(self.queries(mixed), *self.shared(embeddings, batch))
+        return RetrieverOutputs(self.queries(mixed), *self.shared(inputs))
 
     def queries(self, mixed: JaggedSequence) -> Tensor:
         """Returns one query per event, [U, E]."""
         return self._comparable(self.postprocess(mixed.history(), mixed.history_times()))
 
-    def shared(self, embeddings: dict[str, Tensor], batch: Batch | Items) -> SharedVectors:
+    def shared(self, inputs: dict[str, Tensor]) -> SharedVectors:
         """Returns the vectors of the items that all rows of a batch share."""
-        vectors = torch.cat([embeddings[name] for name in self.shared_columns])
+        vectors = torch.cat([inputs[name] for name in self.shared_columns])
         if self.encode is not None:
-            vectors = self.encode(vectors, inputs_of(embeddings, batch))
+            vectors = self.encode(vectors, inputs)
         vectors = self._comparable(vectors)
-        negatives = embeddings[features.NEGATIVES].shape[0]
+        negatives = inputs[features.NEGATIVES].shape[0]
         return SharedVectors(vectors[:negatives], vectors[negatives:])
 
     def _comparable(self, vectors: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""`EmbeddingGroup`: looks up all embedding tables of a model together, as its first step.
+"""`EmbeddingGroup`: makes vectors of all features of a batch, as the first step of a model: it looks up all
+embedding tables together, joins the numbers, and applies the modules of kinds of features.
 
 TorchRec does the lookup, so that `training` can shard tables over ranks and overlap the exchange of ids with
 the previous step. TorchRec's pipeline traces `EmbeddingGroup.look_up` down to the collections, so it only
@@ -54,7 +55,7 @@ class EmbeddingGroup(nn.Module):
         tables: an `EmbeddingCollection` for each width, since a collection has a single width; keys such as
             `dim_64`. Large tables, and tables whose placement is not `model.embedding.placement`, have
             collections of their own.
-        pool: reduces the looked-up rows of multi-valued columns to one vector per row, event or candidate.
+        join: makes one vector per row, event or candidate of the looked-up rows and the numbers.
     """
 
     def __init__(self, pipeline: pb.Pipeline):
@@ -87,14 +88,14 @@ class EmbeddingGroup(nn.Module):
                 for key, configs in groups.items()
             }
         )
-        self.pool = PoolValues(pipeline)
+        self.join = FeatureVectors(pipeline)
         self._given: Mapping[str, Tensor] | None = None
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Returns column -> float32 [n, width]; n counts rows, events, candidates or shared items."""
         if self._given is not None:
-            return self.pool.pooled(self._given, batch.value_counts)
-        return self.pool(self.look_up(batch), batch.value_counts)
+            return self.join.joined(self._given, batch.value_counts, batch.numbers)
+        return self.join(self.look_up(batch), batch.value_counts, batch.numbers)
 
     def look_up(self, batch: Batch) -> LookedUp:
         """Returns the rows of all tables that a batch names, for each collection of tables."""
@@ -124,32 +125,50 @@ def vectors_of(looked_up: LookedUp) -> dict[str, Tensor]:
     return {name: widen(jagged.values()) for group in looked_up for name, jagged in group.items()}
 
 
-class PoolValues(nn.Module):
-    """Sums or averages the vectors of multi-valued columns; other columns stay unchanged."""
+class FeatureVectors(nn.Module):
+    """Makes the vectors of all columns: pools the rows of multi-valued columns, adds the numbers, and applies
+    the modules of kinds of features.
+
+    Attributes:
+        encode: by feature, the module that its kind builds.
+    """
 
     def __init__(self, pipeline: pb.Pipeline):
         super().__init__()
-        self.poolings = {
-            column.name: column.feature.id.pooling
-            for column in [*features.columns(pipeline), *features.columns(pipeline, pb.ITEM)]
-            if column.multi_valued
-        }
+        columns = [*features.columns(pipeline), *features.columns(pipeline, pb.ITEM)]
+        self.poolings = {column.name: column.kind.pooling for column in columns if column.multi_valued}
+        modules = {kind.feature.name: kind.module() for kind in features.kinds(pipeline)}
+        # The suffix keeps a feature called `type` from colliding with attributes of a module.
+        self.encode = nn.ModuleDict(
+            {f"{name}_feature": module for name, module in modules.items() if module is not None}
+        )
+        keys = {column.name: f"{column.feature.name}_feature" for column in columns}
+        self._encoded = {name: key for name, key in keys.items() if key in self.encode}
 
-    def forward(self, looked_up: LookedUp, value_counts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(
+        self, looked_up: LookedUp, value_counts: dict[str, Tensor], numbers: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Returns column -> [n, width], given the result of `EmbeddingGroup.look_up`."""
-        return self.pooled(vectors_of(looked_up), value_counts)
+        return self.joined(vectors_of(looked_up), value_counts, numbers)
 
-    def pooled(self, looked_up: Mapping[str, Tensor], value_counts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def joined(
+        self, looked_up: Mapping[str, Tensor], value_counts: dict[str, Tensor], numbers: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Returns column -> [n, width].
 
         Args:
             looked_up: column -> [ids, width].
             value_counts: for each multi-valued column, the number of values of each row, event or candidate,
                 int64 [n].
+            numbers: column -> [n], or [n, numbers].
         """
         vectors = dict(looked_up)
         for name, pooling in self.poolings.items():
             counts = value_counts[name]
             pooled = segment_sum(vectors[name], counts)
             vectors[name] = pooled / counts.clamp(min=1)[:, None] if pooling == pb.MEAN else pooled
+        for name, values in numbers.items():
+            vectors[name] = values if values.dim() > 1 else values[:, None]
+        for name, key in self._encoded.items():
+            vectors[name] = self.encode[key](vectors[name])
         return vectors

@@ -50,7 +50,8 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
             inputs.append(TensorSpec(f"{column.name}.counts", torch.int64, (size,)))
     for column in sorted(used, key=lambda column: column.name):
         if column.table is None:
-            inputs.append(TensorSpec(column.name, torch.float32, (_SIZE[column.side],)))
+            dims = (_SIZE[column.side], *map(str, column.batch_shape))
+            inputs.append(TensorSpec(column.name, torch.float32, dims))
     inputs += [
         TensorSpec("request_time", torch.int64, (ROWS,)),
         TensorSpec("uih_lengths", torch.int64, (ROWS,)),
@@ -189,7 +190,11 @@ class Assemble:
             num_candidates=num_candidates,
             ids=self._ids(inputs, sizes, counts),
             value_counts=counts,
-            numbers={c.name: inputs.get(c.name, real) for c in columns if c.table is None},
+            numbers={
+                c.name: inputs[c.name] if c.name in inputs else real.new_zeros(0, *c.batch_shape)
+                for c in columns
+                if c.table is None
+            },
             request_time=inputs.get("request_time", none),
             uih_timestamps=uih_timestamps,
             uih_actions=inputs.get("uih_actions", nothing),

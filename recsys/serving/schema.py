@@ -11,9 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from recsys import protos as pb
 from recsys.config import features
-from recsys.data.arrow import is_text
+from recsys.config.feature_kinds import Values
 from recsys.data.schema.contract import FileColumn, Kind, file_columns
-from recsys.data.schema.vocabulary import id_type
 
 MOST_FINDINGS = 20
 """Most faults of a request that an answer names."""
@@ -23,12 +22,14 @@ _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected
 _Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 _MEANING = {
-    Kind.ID: "original ids; ids that the package does not know count as unknown",
-    Kind.NUMBER: "numbers",
     Kind.TIME: "seconds since 1970",
     Kind.ACTIONS: "bitmask of actions",
     Kind.WATCH_TIME: "seconds watched",
 }
+
+
+_NUMBERS = "numbers"
+_IDS = "original ids; ids that the package does not know count as unknown"
 
 
 class Finding(BaseModel):
@@ -204,7 +205,7 @@ def _declared(column: FileColumn, limits: RequestLimits) -> tuple[Any, Any]:
     kind: Any = _value(column)
     if column.multi_valued:
         kind = list[kind]
-    about = _MEANING.get(column.kind, "")
+    about = _MEANING.get(column.kind) or (_NUMBERS if Values.REAL in column.values else _IDS)
     default: Any = ...
     if column.side == pb.USER:
         return kind, Field(default, alias=column.name, description=about.capitalize())
@@ -220,31 +221,20 @@ def _declared(column: FileColumn, limits: RequestLimits) -> tuple[Any, Any]:
 
 def _value(column: FileColumn) -> Any:
     """Returns the type of a single value."""
-    if column.kind is Kind.ID and column.feature is not None:
-        if column.feature.id.HasField("hash"):
-            return _Int64 | str
-        return str if _has_text_ids(column) else _Int64
-    if column.kind in (Kind.NUMBER, Kind.WATCH_TIME):
-        numeric = column.feature.numeric if column.feature is not None else None
-        return float | None if numeric is not None and numeric.HasField("fill") else float
-    return _Int64
+    types: dict[Values, Any] = {Values.ID: _Int64 | str, Values.TEXT: str, Values.INTEGER: _Int64}
+    kind = types.get(column.values, float)
+    return kind | None if column.nullable else kind
 
 
 def _stored(column: FileColumn) -> pa.DataType | None:
     """Returns the type of a column in a table; None for hashed ids, which are texts or integers."""
-    if column.kind is Kind.ID and column.feature is not None:
-        if column.feature.id.HasField("hash"):
-            return None
-        kind = pa.large_string() if _has_text_ids(column) else pa.int64()
-    else:
-        kind = pa.float64() if column.kind in (Kind.NUMBER, Kind.WATCH_TIME) else pa.int64()
+    if column.values == Values.ID:
+        return None
+    types = {Values.TEXT: pa.large_string(), Values.INTEGER: pa.int64()}
+    kind = types.get(column.values, pa.float64())
     for _ in range(column.depth):
         kind = pa.list_(kind)
     return kind
-
-
-def _has_text_ids(column: FileColumn) -> bool:
-    return column.feature is not None and is_text(id_type(column.feature.id.vocabulary.file))
 
 
 def _place(location: tuple[int | str, ...]) -> str:

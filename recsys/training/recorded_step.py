@@ -168,7 +168,7 @@ class Recorder:
 
     def _parameters(self) -> list[nn.Parameter]:
         """Returns the parameters behind the lookup, and the tables if the lookup is recorded."""
-        tables = set() if self.looks_up else set(self._model.embed.parameters())
+        tables = set() if self.looks_up else set(self._model.embed.tables.parameters())
         return [p for p in self._model.parameters() if p not in tables and p.requires_grad]
 
     def _give_up(self, error: RuntimeError) -> None:
@@ -222,7 +222,7 @@ def _obstacle(model: Model, pipeline: pb.Pipeline, rule: LayoutRule, world_size:
         return "the history is divided into channels"
     if features.shared_columns(pipeline) and features.samples_negatives(pipeline):
         return "negatives are sampled, so their number differs from batch to batch"
-    if not any(True for _ in model.embed.parameters()):
+    if not any(True for _ in model.embed.tables.parameters()):
         return "the model has no embedding tables"
     return ""
 

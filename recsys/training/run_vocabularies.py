@@ -11,6 +11,7 @@ import fsspec
 
 from recsys import files
 from recsys import protos as pb
+from recsys.config.feature_kinds import FeatureKind
 from recsys.data.schema.vocabulary import digest_of, embedded_features
 from recsys.errors import DataError
 
@@ -26,8 +27,8 @@ def keep(pipeline: pb.Pipeline, folder: Path) -> None:
     Raises:
         OSError: a file cannot be read or written.
     """
-    for table, feature in embedded_features(pipeline).items():
-        path, file = folder / FOLDER / f"{table}.parquet", feature.id.vocabulary.file
+    for table, kind in embedded_features(pipeline).items():
+        path, file = folder / FOLDER / f"{table}.parquet", kind.vocabulary and kind.vocabulary.file
         if not file or path.exists():
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,19 +39,19 @@ def keep(pipeline: pb.Pipeline, folder: Path) -> None:
         files.publish(aside, path)
 
 
-def find(table: str, feature: pb.Feature, fingerprint: str, folder: Path) -> str:
+def find(table: str, kind: FeatureKind, fingerprint: str, folder: Path) -> str:
     """Returns the vocabulary file of a table of an earlier run.
 
     Args:
         table: name of the table.
-        feature: a feature of the table, of the config of the earlier run.
+        kind: the kind of a feature of the table, of the config of the earlier run.
         fingerprint: the table's entry in `Inputs.vocabularies` of the earlier run.
         folder: folder of the earlier run.
 
     Raises:
         DataError: neither the run folder nor the path in the config has the file with this fingerprint.
     """
-    places = [str(folder / FOLDER / f"{table}.parquet"), feature.id.vocabulary.file]
+    places = [str(folder / FOLDER / f"{table}.parquet"), kind.vocabulary.file if kind.vocabulary else ""]
     for place in places:
         try:
             with fsspec.open(place, "rb") as file:

@@ -260,32 +260,22 @@ def _changed_tables(
     changes: dict[str, CarryOver] = {}
     findings: list[str] = []
     for table in sorted({target.table for target in targets} - {None} & now.keys() & before.keys()):
-        if _meaning(before[table], state.inputs.vocabularies.get(table)) == _meaning(
-            now[table], digests.get(table)
-        ):
+        meaning = before[table].meaning(state.inputs.vocabularies.get(table))
+        if meaning == now[table].meaning(digests.get(table)):
             continue
         try:
             file = None
-            if before[table].id.HasField("vocabulary"):
+            if before[table].vocabulary is not None:
                 digest = state.inputs.vocabularies[table]
                 file = run_vocabularies.find(table, before[table], digest, folder)
             mappings = (
-                mapping_of(earlier, table, before[table], file),
-                mapping_of(pipeline, table, now[table]),
+                mapping_of(earlier, before[table], file),
+                mapping_of(pipeline, now[table]),
             )
             changes[table] = CarryOver(table, *mappings)
         except DataError as error:
             findings.append(f'train.init_from: {error}. To leave it out: exclude: "*.{table}_table.weight"')
     return changes, findings
-
-
-def _meaning(feature: pb.Feature, fingerprint: str | None) -> tuple[str | int | float | None, ...]:
-    """Returns values that are equal for two tables whose rows stand for the same ids or numbers."""
-    if feature.HasField("numeric"):
-        return ("boundaries", *feature.numeric.bucketize.boundaries)
-    if feature.id.HasField("hash"):
-        return "hash", feature.id.hash.num_buckets
-    return "vocabulary", fingerprint
 
 
 def _mismatches(

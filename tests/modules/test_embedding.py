@@ -33,6 +33,10 @@ def test_each_column_is_a_lookup_and_multi_valued_ones_are_pooled(pooling):
     rows = random_rows(pipeline, SIZES)
     group = EmbeddingGroup(pipeline)
     actual = group(batch_of(pipeline, rows))
+    ages = torch.tensor([[row.values["age"]] for row in rows])
+    prices = torch.tensor([[price] for row in rows for price in row.values["candidate_price"]])
+    torch.testing.assert_close(actual.pop("age"), ages)
+    torch.testing.assert_close(actual.pop("candidate_price"), prices)
     assert set(actual) == {"gender", "uih_item_id", "candidate_item_id", "uih_tags", "candidate_tags"}
     for name, vectors in actual.items():
         table = weight(group, name.removeprefix("uih_").removeprefix("candidate_"))

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from recsys import protos as pb
 from recsys.config import features as f
 from recsys.config.checks.choices import loss_kind
-from recsys.config.checks.walk import Finding
+from recsys.config.checks.walk import Finding, join
 from recsys.config.declarations import model_of
+from recsys.config.feature_kinds import FeatureKind, kinds
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
@@ -23,14 +24,13 @@ _RESERVED = {
 
 def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
     seen: dict[str, int] = {}
-    for index, feature in enumerate(pipeline.features):
-        path = f"features[{index}]"
-        for field, name in (("name", feature.name), ("id.table", feature.id.table)):
-            if field == "id.table" and name == feature.name:
-                continue
+    for index, kind in enumerate(kinds(pipeline)):
+        feature, path = kind.feature, f"features[{index}]"
+        table = kind.table if kind.table != feature.name else None
+        for field, name in ((f"{path}.name", feature.name), (f"{kind.path}.table", table)):
             if name and not _NAME.match(name):
                 problem = f"{name!r} is given; use letters, digits and _, no digit first"
-                yield Finding(f"{path}.{field}", problem)
+                yield Finding(field, problem)
         if feature.name in seen:
             first = seen[feature.name]
             yield Finding(
@@ -46,12 +46,12 @@ def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _columns(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Two features, or a feature and a fixed column, must not share a column."""
+    """Two features, or a feature and a fixed column, must not share a key of the batch."""
     owners: dict[str, str] = {}
-    for index, feature in enumerate(pipeline.features):
+    for index, kind in enumerate(kinds(pipeline)):
+        feature, path = kind.feature, f"features[{index}].name"
         for side in sorted(set(feature.sides)):
             column = f.PREFIX.get(side, "") + feature.name
-            path = f"features[{index}].name"
             if column in _RESERVED:
                 yield Finding(path, f"its column {column} holds {_RESERVED[column]}; choose another name")
             elif owners.get(column, feature.name) != feature.name:
@@ -61,9 +61,30 @@ def _columns(pipeline: pb.Pipeline) -> Iterator[Finding]:
             owners.setdefault(column, feature.name)
 
 
+def _read(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """A feature must read columns of its side, and all features that read a column must find lists in it, or
+    none of them."""
+    readers: dict[str, FeatureKind] = {}
+    for kind in kinds(pipeline):
+        for side in sorted({pb.USER, pb.HISTORY, pb.CANDIDATE} & set(kind.feature.sides)):
+            for column in kind.columns(side):
+                if f.side_of(column) != side and column != f.PREFIX[side] + kind.feature.name:
+                    prefix = (
+                        f"must begin with {f.PREFIX[side]}" if f.PREFIX[side] else "has one value per row"
+                    )
+                    problem = f"it reads the column {column} on side {pb.Side.Name(side)}, where a column"
+                    yield Finding(kind.path, f"{problem} {prefix}")
+                first = readers.setdefault(column, kind)
+                if first.lists != kind.lists:
+                    problem = f"it reads the column {column}, in which feature {first.feature.name} finds"
+                    wanted = "lists" if first.lists else "single values"
+                    yield Finding(kind.path, f"{problem} {wanted}; choose another column")
+
+
 def _inputs(pipeline: pb.Pipeline) -> set[str]:
-    """Returns the columns of features."""
-    return {f.PREFIX.get(side, "") + feature.name for feature in pipeline.features for side in feature.sides}
+    """Returns the columns that features read."""
+    by_side = [(kind, side) for kind in kinds(pipeline) for side in kind.feature.sides if side in f.PREFIX]
+    return {column for kind, side in by_side for column in kind.columns(side)}
 
 
 def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -148,78 +169,53 @@ def _predictions(pipeline: pb.Pipeline) -> Iterator[Finding]:
 def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Features of one table must map ids the same way, to rows of one width."""
     first: dict[str, int] = {}
-    for index, feature in enumerate(pipeline.features):
-        table = feature.id.table if feature.HasField("id") else feature.name
-        embedded = feature.HasField("id") or feature.numeric.HasField("bucketize")
-        if not embedded or not table:
+    every = kinds(pipeline)
+    for index, kind in enumerate(every):
+        if not kind.table:
             continue
-        first_feature = pipeline.features[first.setdefault(table, index)]
-        if first_feature is feature or first[table] == index:
+        first_index = first.setdefault(kind.table, index)
+        if first_index == index:
             continue
-        path = f"features[{index}]"
-        if not (first_feature.HasField("id") and feature.HasField("id")):
-            yield Finding(
-                f"{path}.name",
-                f"table {table} belongs to features[{first[table]}]; give the id feature another table",
-            )
+        earlier = every[first_index]
+        if type(earlier) is not type(kind):
+            problem = f"table {kind.table} belongs to features[{first_index}]; give one of them another table"
+            yield Finding(f"{kind.feature_path}.name", problem)
             continue
-        if first_feature.id.embedding_dim != feature.id.embedding_dim:
-            yield Finding(
-                f"{path}.id.embedding_dim",
-                _disagree(table, first[table], feature.id.embedding_dim, first_feature.id.embedding_dim),
-            )
-        if _mapping(first_feature) != _mapping(feature):
-            yield Finding(
-                f"{path}.id", _disagree(table, first[table], _mapping(feature), _mapping(first_feature))
-            )
-        if feature.id.init_from != first_feature.id.init_from:
-            mine, theirs = (x.id.init_from.parquet or "none" for x in (feature, first_feature))
-            yield Finding(f"{path}.id.init_from", _disagree(table, first[table], mine, theirs))
+        facts = earlier.table_facts()
+        for field, value in kind.table_facts().items():
+            if value != facts[field]:
+                text = (
+                    f"{value}, but features[{first_index}] of the same table {kind.table} has {facts[field]}"
+                )
+                yield Finding(join(kind.path, field) if field else kind.path, f"{text}; make them equal")
 
 
 def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Sharded tables need widths divisible by 4, because FBGEMM moves four numbers at a time."""
-    for index, feature in enumerate(pipeline.features):
-        if not f.is_sharded(pipeline, feature.id.table or feature.name):
+    for kind in kinds(pipeline):
+        if kind.table is None or not f.is_sharded(pipeline, kind.table):
             continue
-        kind = "id" if feature.HasField("id") else "numeric.bucketize"
-        width = feature.id.embedding_dim if kind == "id" else feature.numeric.bucketize.embedding_dim
+        width = kind.input_width
         if width > 0 and width % 4:
             problem = (
                 f"{width} is given; the width of a sharded table must be a multiple of 4. Change it, or set"
             )
-            place = f"features[{index}].{kind}.embedding_dim"
-            yield Finding(place, f"{problem} model.embedding.placement: REPLICATED")
-
-
-def _disagree(table: str, first_index: int, value: object, first_value: object) -> str:
-    return (
-        f"{value}, but features[{first_index}] of the same table {table} has {first_value}; make them equal"
-    )
-
-
-def _mapping(feature: pb.Feature) -> str:
-    kind = feature.id.WhichOneof("mapping")
-    if kind == "hash":
-        return f"hash into {feature.id.hash.num_buckets}"
-    vocabulary = feature.id.vocabulary
-    return f"vocabulary {vocabulary.file}" if kind else "no mapping"
+            yield Finding(kind.width_path, f"{problem} model.embedding.placement: REPLICATED")
 
 
 def _vocabularies(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    for index, feature in enumerate(pipeline.features):
-        if feature.id.HasField("vocabulary") and not feature.id.vocabulary.file:
+    for kind in kinds(pipeline):
+        if kind.vocabulary is not None and not kind.vocabulary.file:
             yield Finding(
-                f"features[{index}].id.vocabulary.file",
+                f"{kind.path}.vocabulary.file",
                 "not set; name the file here, or the folder of all vocabularies in data.vocabulary_dir",
             )
 
 
-def _increasing(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    for index, feature in enumerate(pipeline.features):
-        limits = feature.numeric.bucketize.boundaries
-        if any(low >= high for low, high in zip(limits, limits[1:], strict=False)):
-            yield Finding(f"features[{index}].numeric.bucketize.boundaries", "they must increase")
+def _kinds(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Yields the findings of the kinds of features."""
+    for kind in kinds(pipeline):
+        yield from kind.findings()
 
 
 def _csv(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -251,6 +247,7 @@ def _synthetic(pipeline: pb.Pipeline) -> Iterator[Finding]:
 RULES = (
     _names,
     _columns,
+    _read,
     _labels,
     _weights,
     _label_bits,
@@ -258,7 +255,7 @@ RULES = (
     _tables,
     _widths,
     _vocabularies,
-    _increasing,
+    _kinds,
     _csv,
     _synthetic,
 )

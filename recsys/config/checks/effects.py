@@ -7,6 +7,7 @@ from recsys.config.checks.sequence import tokens_per_event
 from recsys.config.checks.train import sharded
 from recsys.config.checks.walk import Finding, descend
 from recsys.config.declarations import model_of
+from recsys.config.feature_kinds import kinds
 
 
 def _replicated(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -96,19 +97,15 @@ def _tails(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.tail_len", problem)
 
 
-def _single_valued(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    for index, feature in enumerate(pipeline.features):
-        if feature.id.pooling == pb.MEAN and not feature.id.multi_valued:
-            yield Finding(f"features[{index}].id.pooling", "without effect: the feature is not multi_valued")
-
-
-def _untrained_row(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    for index, feature in enumerate(pipeline.features):
-        if feature.id.HasField("vocabulary") and feature.id.vocabulary.unknown_rate == 0:
+def _kinds(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Yields the warnings of the kinds of features."""
+    for kind in kinds(pipeline):
+        yield from kind.warnings()
+        if kind.vocabulary is not None and kind.vocabulary.unknown_rate == 0:
             problem = (
                 "0 is given: the row of ids that are not in the vocabulary is never trained, so such an id"
             )
-            yield Finding(f"features[{index}].id.vocabulary.unknown_rate", f"{problem} gets a random vector")
+            yield Finding(f"{kind.path}.vocabulary.unknown_rate", f"{problem} gets a random vector")
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -154,8 +151,7 @@ RULES = (
     _length,
     _masks,
     _tails,
-    _single_valued,
-    _untrained_row,
+    _kinds,
     _family,
     _row_losses,
     _index,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from recsys import protos as pb
 from recsys.config.checks.walk import Finding, descend, join
+from recsys.config.feature_kinds import kinds
 
 
 def _interleaved(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -19,8 +20,8 @@ def _interleaved(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _content(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """The features of an item must be at least E wide for a slice, and at most E wide for padding."""
-    items = [feature for feature in pipeline.features if {pb.HISTORY, pb.CANDIDATE} & set(feature.sides)]
-    width, wanted = sum(_width(feature) for feature in items), pipeline.model.embedding_dim
+    items = [kind for kind in kinds(pipeline) if {pb.HISTORY, pb.CANDIDATE} & set(kind.feature.sides)]
+    width, wanted = sum(kind.width for kind in items), pipeline.model.embedding_dim
     widths = f"the features of an item are {width} wide and model.embedding_dim is {wanted}"
     for message, path in descend(pipeline.model, "model"):
         if not isinstance(message, pb.ContextualPreprocessor):
@@ -29,12 +30,6 @@ def _content(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.content_slice", f"{widths}; use content_pad, or content")
         if message.HasField("content_pad") and width > wanted:
             yield Finding(f"{path}.content_pad", f"{widths}; use content_slice, or content")
-
-
-def _width(feature: pb.Feature) -> int:
-    if feature.HasField("id"):
-        return feature.id.embedding_dim
-    return feature.numeric.bucketize.embedding_dim if feature.numeric.HasField("bucketize") else 1
 
 
 def _user_features(pipeline: pb.Pipeline) -> Iterator[Finding]:

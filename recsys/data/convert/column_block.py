@@ -5,6 +5,7 @@
 (HISTORY) or all candidates (CANDIDATE) one after the other.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -22,7 +23,8 @@ class FlatColumn(NamedTuple):
 
     Attributes:
         side: pb.USER, pb.HISTORY or pb.CANDIDATE.
-        values: [elements], or all values of a multi-valued column.
+        values: [elements], [elements, numbers] of a feature with several numbers, or all values of a
+            multi-valued column.
         offsets: int64 [elements + 1] for a multi-valued column, whose element i has
             values[offsets[i] : offsets[i + 1]]; else None.
     """
@@ -153,14 +155,14 @@ def _join_columns(
     parts = {name: [flat[name].values for flat in blocks] for name in blocks[0]}
     types = {name: np.result_type(*arrays) for name, arrays in parts.items()}
     counts = {name: sum(map(len, arrays)) for name, arrays in parts.items()}
-    sizes = {
-        name: -(-count * types[name].itemsize // _ALIGNMENT) * _ALIGNMENT for name, count in counts.items()
-    }
+    shapes = {name: (counts[name], *arrays[0].shape[1:]) for name, arrays in parts.items()}
+    num_bytes = {name: math.prod(shape) * types[name].itemsize for name, shape in shapes.items()}
+    sizes = {name: -(-size // _ALIGNMENT) * _ALIGNMENT for name, size in num_bytes.items()}
     # One large allocation costs the system less than many small ones.
     memory, start, joined = np.empty(sum(sizes.values()), np.uint8), 0, {}
     # Column by column, because one column fits into the processor's cache.
     for name, arrays in parts.items():
-        out = memory[start : start + counts[name] * types[name].itemsize].view(types[name])
+        out = memory[start : start + num_bytes[name]].view(types[name]).reshape(shapes[name])
         start += sizes[name]
         columns = [flat[name] for flat in blocks]
         wanted = elements[columns[0].side]
@@ -172,6 +174,6 @@ def _join_columns(
         else:
             # All indices are in range; mode="clip" saves numpy a second pass that checks them.
             joined[name] = FlatColumn(
-                columns[0].side, np.concatenate(arrays).take(wanted, out=out, mode="clip")
+                columns[0].side, np.concatenate(arrays).take(wanted, axis=0, out=out, mode="clip")
             )
     return joined

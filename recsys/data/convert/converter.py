@@ -5,16 +5,16 @@ taken. This runs in the reader processes, so it imports numpy and pyarrow but no
 loop over rows.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from recsys import protos as pb
 from recsys.config import features
 from recsys.config.declarations import model_of
-from recsys.data.arrow import integers, one_array
+from recsys.data.arrow import floats, integers, one_array
 from recsys.data.convert import row_checks
 from recsys.data.convert.column_block import ColumnBlock, FlatColumn, flat_indices, offsets_of, pick
 from recsys.data.convert.row_checks import ColumnValues, Lists, RowFindings
@@ -24,16 +24,13 @@ from recsys.data.plan.duplicates import Duplicates
 from recsys.data.schema.contract import FileColumn, Kind, Mode, file_columns, group_column, key_columns
 from recsys.data.schema.layout_rule import LayoutRule
 from recsys.data.schema.row_keys import key_hash
-from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary, mappings, normalize, row_type
+from recsys.data.schema.vocabulary import mappings
 
 REQUEST_TIME = features.REQUEST_TIME
 UIH_TIMESTAMPS = features.PREFIX[pb.HISTORY] + features.TIMESTAMPS
 UIH_ACTIONS = features.PREFIX[pb.HISTORY] + features.ACTIONS
 UIH_WATCH_TIME = features.PREFIX[pb.HISTORY] + features.WATCH_TIME
 CANDIDATE_TIMESTAMPS = features.PREFIX[pb.CANDIDATE] + features.TIMESTAMPS
-
-Mapping = Vocabulary | HashBuckets | Buckets
-"""Maps original values to rows of a table."""
 
 _UNKNOWN, _LENGTH = 3, 5
 """Hash streams of unknown ids and of subsampled events. The plan uses streams 1 and 2, negatives 4."""
@@ -77,17 +74,22 @@ class Converter:
     """
 
     def __init__(
-        self, pipeline: pb.Pipeline, rule: LayoutRule, table_mappings: dict[str, Mapping], *, mode: Mode
+        self, pipeline: pb.Pipeline, rule: LayoutRule, table_mappings: dict[str, Any], *, mode: Mode
     ) -> None:
         self.pipeline = pipeline
         self.mode = mode
         self.mappings = table_mappings
         self._columns = file_columns(pipeline, mode)
         self._skips = pipeline.data.bad_rows.policy == pb.BadRows.SKIP
-        self._unknown_rates = _unknown_rates(self._columns) if mode == "train" else {}
+        read = {column.name for column in self._columns}
+        self._features = [
+            column
+            for column in features.columns(pipeline)
+            if read.issuperset(column.kind.columns(column.side))
+        ]
+        self._unknown_rates = _unknown_rates(self._features) if mode == "train" else {}
         names = list(self._unknown_rates)
         self._name_hashes = dict(zip(names, hash_text(pa.array(names, pa.string())), strict=True))
-        self._tables = {column.name: column.table for column in features.columns(pipeline)}
         self._rule = rule
         self._seen = None
         if model_of(pipeline).removes_seen(mode):
@@ -124,7 +126,12 @@ class Converter:
         if not good.all():
             good_rows = table.filter(pa.array(good))
             cells = self._cells(self._arrays(good_rows))
-        flat = {name: to_flat(column, self._mapping(name)) for name, column in cells.items()}
+        flat = {
+            name: _to_flat(values) for name, values in cells.items() if values.column.kind is not Kind.FEATURE
+        }
+        for column in self._features:
+            parts = [cells[name] for name in column.kind.columns(column.side)]
+            flat[column.name] = convert_feature(column, parts, self.mappings.get(column.table))
         if self._unknown_rates:
             self._show_unknown(flat, cells, origin, np.flatnonzero(good))
         if self._seen is not None:
@@ -245,19 +252,20 @@ class Converter:
             pb.CANDIDATE: _Spans(candidates.offsets[:-1], kept, kept < candidates.lengths),
         }
 
-    def _mapping(self, column: str) -> Mapping | None:
-        return self.mappings.get(self._tables.get(column))
-
     def _show_unknown(
         self, flat: dict[str, FlatColumn], cells: dict[str, ColumnValues], origin: Origin, rows: np.ndarray
     ) -> None:
         """Sets a share of the ids to row 0, so that the row of unknown ids is trained."""
         state = self._draws(_UNKNOWN, origin, rows)
-        for name, rate in self._unknown_rates.items():
-            if name in cells:
-                hidden = draw_places(
-                    cells[name].row_offsets(len(rows)), rate, state ^ self._name_hashes[name]
-                )
+        for column in self._features:
+            name = column.name
+            if name in self._unknown_rates:
+                of_rows = np.arange(len(rows) + 1)
+                if column.side != pb.USER:
+                    of_rows = cells[column.kind.columns(column.side)[0]].lists[0].offsets
+                if flat[name].offsets is not None:
+                    of_rows = flat[name].offsets[of_rows]
+                hidden = draw_places(of_rows, self._unknown_rates[name], state ^ self._name_hashes[name])
                 flat[name].values[hidden] = 0
 
     def _subsample(
@@ -296,29 +304,54 @@ def cells_of(array: pa.Array, column: FileColumn) -> ColumnValues:
     return ColumnValues(column, lists, _plain(array))
 
 
-def to_flat(cells: ColumnValues, mapping: Mapping | None) -> FlatColumn:
-    """Converts checked values to numpy arrays: ids become rows of their table, numbers are scaled.
+def convert_feature(column: features.Column, parts: Sequence[ColumnValues], mapping: Any) -> FlatColumn:
+    """Converts checked values to what a feature's kind makes of them: table rows or numbers.
 
     Args:
-        cells: the values of one column.
-        mapping: the mapping of the column's embedding table; None for a column without a table.
+        column: the feature on one side.
+        parts: the columns that its kind reads.
+        mapping: the mapping of the feature's embedding table; None without one.
+
+    Raises:
+        TypeError, ValueError: the kind returned something else than its declaration says.
     """
+    kind = column.kind
+    result, offsets = kind.convert([part.values for part in parts], mapping), None
+    count = len(parts[0].values)
+    if kind.lists:
+        offsets = parts[0].lists[-1].offsets
+    elif kind.multi_valued:
+        result, counts = result
+        offsets = offsets_of(np.asarray(counts))
+        if len(counts) != count or offsets[-1] != len(result):
+            raise ValueError(_wrong(column, f"{len(result)} rows with {len(counts)} counts", count))
+        count = len(result)
+    if column.table is None:
+        result = np.asarray(result, np.float32)
+        if result.shape != (count, *column.batch_shape):
+            raise ValueError(_wrong(column, f"numbers of the shape {list(result.shape)}", count))
+    elif result.dtype.kind not in "iu" or result.shape != (count,):
+        raise TypeError(_wrong(column, f"{result.dtype} of the shape {list(result.shape)}", count))
+    elif mapping is None and count and not 0 <= int(result.min()) <= int(result.max()) < kind.rows:
+        raise ValueError(_wrong(column, f"rows from {result.min()} to {result.max()}", count))
+    return FlatColumn(column.side, result, offsets)
+
+
+def _wrong(column: features.Column, given: str, count: int) -> str:
+    kind = column.kind
+    wanted = (
+        f"integers from 0 to {kind.rows - 1}" if column.table else f"float32 {[count, *column.batch_shape]}"
+    )
+    name = f"{type(kind).__module__}.{type(kind).__name__}.convert"
+    return f"{name} returned {given} for {count} values of {column.name}; expected are {wanted}"
+
+
+def _to_flat(cells: ColumnValues) -> FlatColumn:
+    """Converts checked values of a column that belongs to no feature."""
     column, values = cells.column, cells.values
-    offsets = cells.lists[-1].offsets if column.multi_valued else None
-    if column.kind is Kind.ID:
-        return FlatColumn(column.side, mapping.map(values, row_type(mapping.rows)), offsets)
     if column.kind in (Kind.LABEL, Kind.WATCH_TIME, Kind.WEIGHT):
-        return FlatColumn(column.side, row_checks.floats(values).astype(np.float32, copy=False))
-    if column.kind is not Kind.NUMBER:
-        return FlatColumn(column.side, _narrow(integers(values)))
-    numeric = column.feature.numeric
-    numbers = row_checks.floats(values)
-    if values.null_count:
-        nulls = pc.is_null(values).to_numpy(zero_copy_only=False)
-        numbers = np.where(nulls, numeric.fill, numbers.astype(np.float64, copy=False))
-    if numeric.HasField("bucketize"):
-        return FlatColumn(column.side, mapping.map(numbers, np.int32))
-    return FlatColumn(column.side, normalize(numbers, numeric.normalize))
+        return FlatColumn(column.side, floats(values).astype(np.float32, copy=False))
+    return FlatColumn(column.side, _narrow(integers(values)))
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:
@@ -328,10 +361,12 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def _unknown_rates(columns: list[FileColumn]) -> dict[str, float]:
+def _unknown_rates(columns: list[features.Column]) -> dict[str, float]:
     """Returns the `unknown_rate` of each column that has one above 0."""
-    ids = {column.name: column.feature.id for column in columns if column.kind is Kind.ID}
-    rates = {name: id.vocabulary.unknown_rate for name, id in ids.items() if id.HasField("vocabulary")}
+    vocabularies = {column.name: column.kind.vocabulary for column in columns}
+    rates = {
+        name: vocabulary.unknown_rate for name, vocabulary in vocabularies.items() if vocabulary is not None
+    }
     return {name: rate for name, rate in rates.items() if rate > 0}
 
 
@@ -339,7 +374,7 @@ def _spread(values: np.ndarray, good: np.ndarray) -> np.ndarray:
     """Scatters the values of the good rows over all rows, with zeros for bad rows."""
     if len(values) == len(good):
         return values
-    spread = np.zeros(len(good), values.dtype)
+    spread = np.zeros((len(good), *values.shape[1:]), values.dtype)
     spread[good] = values
     return spread
 

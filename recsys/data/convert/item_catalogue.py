@@ -17,9 +17,9 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.data.arrow import first_line, one_array, open_parquet
 from recsys.data.convert.column_block import FlatColumn, pick
-from recsys.data.convert.converter import cells_of, to_flat
+from recsys.data.convert.converter import cells_of, convert_feature
 from recsys.data.convert.row_checks import RowFindings, check_nulls, check_values
-from recsys.data.schema.contract import FileColumn, Kind, check_columns
+from recsys.data.schema.contract import check_columns, feature_columns
 from recsys.data.schema.vocabulary import Vocabulary, mappings
 from recsys.errors import DataError
 
@@ -49,8 +49,10 @@ class ItemCatalogue:
         """
         path, table_mappings = pipeline.data.item_file, mappings(pipeline)
         item = features.searched_item(pipeline)
-        item_features = [column.feature.name for column in features.columns(pipeline, pb.ITEM)]
-        table = _read(path, [item.name, *item_features])
+        item_columns = [
+            name for column in features.columns(pipeline, pb.ITEM) for name in column.kind.columns(pb.ITEM)
+        ]
+        table = _read(path, list(dict.fromkeys([item.name, *item_columns])))
         vocabulary = table_mappings[item.id.table]
         rows = _rows_of(table, item, vocabulary, path)
         columns = convert(pipeline, table, table_mappings, path)
@@ -95,17 +97,18 @@ def convert(
         DataError: a column is missing or has a wrong type, or a value breaks the contract of rows.
     """
     columns = features.columns(pipeline, pb.ITEM)
-    in_file = [_file_column(column) for column in columns]
+    in_file = [read for column in columns for read in feature_columns(column.kind, pb.ITEM)]
     check_columns(table.schema, in_file, path)
     findings = RowFindings(len(table))
-    cells = [cells_of(one_array(table[column.name]), column) for column in in_file]
-    for values in cells:
+    cells = {column.name: cells_of(one_array(table[column.name]), column) for column in in_file}
+    for values in cells.values():
         check_nulls(findings, values, one_array(table[values.column.name]))
         check_values(findings, values)
     findings.raise_first(path, 0, skippable=False)
     converted = {}
-    for column, values in zip(columns, cells, strict=True):
-        flat = to_flat(values, table_mappings.get(column.table))
+    for column in columns:
+        parts = [cells[name] for name in column.kind.columns(pb.ITEM)]
+        flat = convert_feature(column, parts, table_mappings.get(column.table))
         converted[column.name] = FlatColumn(pb.ITEM, _tensor_type(flat.values), flat.offsets)
     return converted
 
@@ -125,14 +128,6 @@ def occurrences(vocabulary: Vocabulary, path: str) -> np.ndarray:
     by_row = np.zeros(vocabulary.rows)
     by_row[vocabulary.layout.row_of(np.arange(len(counts)))] = counts
     return by_row
-
-
-def _file_column(column: features.Column) -> FileColumn:
-    """Describes the column of the item file that holds a feature."""
-    kind = Kind.ID if column.feature.HasField("id") else Kind.NUMBER
-    # The file has one value per item, as USER columns have one value per row.
-    name, multi_valued = column.feature.name, column.multi_valued
-    return FileColumn(name, pb.USER, kind, multi_valued=multi_valued, feature=column.feature)
 
 
 def _read(path: str, wanted: list[str], setting: str = "data.item_file", remedy: str = _REMEDY) -> pa.Table:
@@ -160,7 +155,7 @@ def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array
     Raises:
         DataError: the column is missing, has a wrong type, or has nulls.
     """
-    check_columns(table.schema, [FileColumn(item.name, pb.USER, Kind.ID, feature=item)], path)
+    check_columns(table.schema, feature_columns(features.kind_of(item), pb.ITEM), path)
     ids = one_array(table[item.name])
     if ids.null_count:
         row = pc.index(ids.is_null(), True).as_py()

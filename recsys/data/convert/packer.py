@@ -35,10 +35,11 @@ from recsys.data.schema.layout_rule import LayoutRule
 class BatchArrays:
     """One batch as numpy arrays. The fields have the meaning that `Batch` gives them.
 
-    `id_values` and `id_lengths` hold one column after the other, in the order of `features.columns`. `counts`
-    holds the numbers of rows left out, by reason (row_checks.REASONS), of rows cut (TRUNCATED_HISTORY,
-    TRUNCATED_CANDIDATES), and of repeated targets (REPEATED_TARGETS). `channel_lengths` holds, by channel,
-    the number of events of each row, int64 [rows].
+    `id_values` and `id_lengths` hold one column after the other, in the order of `features.columns`.
+    `numbers` are flat, also those of features with several numbers. `counts` holds the numbers of rows left
+    out, by reason (row_checks.REASONS), of rows cut (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES), and of
+    repeated targets (REPEATED_TARGETS). `channel_lengths` holds, by channel, the number of events of each
+    row, int64 [rows].
     """
 
     uih_lengths: np.ndarray
@@ -145,7 +146,9 @@ class Packer:
             "value_counts": {
                 c.name: np.diff(_get(flat, c, np.int64).offsets) for c in self._columns if c.multi_valued
             },
-            "numbers": {c.name: _get(flat, c, np.float32).values for c in self._columns if c.table is None},
+            "numbers": {
+                c.name: _get(flat, c, np.float32).values.reshape(-1) for c in self._columns if c.table is None
+            },
             "request_time": request_time,
             "uih_timestamps": flat[UIH_TIMESTAMPS].values,
             "uih_actions": actions,
@@ -199,7 +202,12 @@ class Packer:
                 group=zeros,
                 lengths={pb.HISTORY: zeros, pb.CANDIDATE: zeros},
                 cut={pb.HISTORY: zeros > 0, pb.CANDIDATE: zeros > 0},
-                flat={column.name: _empty_column(column, num_rows) for column in self._in_file},
+                flat={
+                    column.name: _empty_column(column, num_rows)
+                    for column in self._in_file
+                    if column.kind is not Kind.FEATURE
+                }
+                | {column.name: _empty_feature(column, num_rows) for column in self._columns},
             )
         )
 
@@ -285,8 +293,14 @@ def _count(block: ColumnBlock, repeated: np.ndarray) -> Counter[str]:
 def _empty_column(column: FileColumn, num_rows: int) -> FlatColumn:
     """Makes a column of rows without events and candidates; zeros for side USER."""
     real = column.kind in (Kind.LABEL, Kind.WATCH_TIME, Kind.WEIGHT)
-    if column.kind is Kind.NUMBER:
-        real = not column.feature.numeric.HasField("bucketize")
     elements = num_rows if column.side == pb.USER else 0
-    values = np.zeros(0 if column.multi_valued else elements, np.float32 if real else np.int64)
+    return FlatColumn(column.side, np.zeros(elements, np.float32 if real else np.int64))
+
+
+def _empty_feature(column: features.Column, num_rows: int) -> FlatColumn:
+    """Makes a feature of rows without events and candidates; zeros for side USER."""
+    elements = num_rows if column.side == pb.USER else 0
+    if column.table is None:
+        return FlatColumn(column.side, np.zeros((elements, *column.batch_shape), np.float32))
+    values = np.zeros(0 if column.multi_valued else elements, np.int64)
     return FlatColumn(column.side, values, np.zeros(elements + 1, np.int64) if column.multi_valued else None)

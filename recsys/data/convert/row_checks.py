@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.config.checks import loss_kind
-from recsys.data.arrow import integers, is_text, one_array
+from recsys.data.arrow import floats, integers, is_text, one_array
 from recsys.data.schema.contract import FileColumn, Kind
 from recsys.data.schema.row_keys import hash_keys, same_key
 from recsys.errors import DataError
@@ -32,8 +32,6 @@ REASONS = (
     "duplicate_key",
 )
 """Names under which bad rows are counted."""
-
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 _LATEST_TIME = 100_000_000_000
 """Latest time in seconds since 1970 (year 5138). Times in milliseconds are larger since 1973."""
@@ -133,13 +131,6 @@ class ColumnValues:
             places = level.rows_of(places)
         return places
 
-    def row_offsets(self, num_rows: int) -> np.ndarray:
-        """Returns the starts of each row's innermost values, then the last end, int64 [num_rows + 1]."""
-        offsets = np.arange(num_rows + 1)
-        for level in self.lists:
-            offsets = level.offsets[offsets]
-        return offsets
-
     def name(self, place: int) -> str:
         """Names a value by its column and its index in the row's lists: `uih_item_id[3]`."""
         index = ""
@@ -162,10 +153,10 @@ class ColumnValues:
 
 
 def check_nulls(findings: RowFindings, cells: ColumnValues, array: pa.Array) -> None:
-    """Reports nulls in place of a whole list, or of a plain value without a `fill`."""
+    """Reports nulls in place of a whole list, or of a plain value that must not be null."""
     column = cells.column
-    if array.null_count and (column.depth or not has_fill(column)):
-        hint = ". An empty list is written [], not null" if column.depth else _instead_of_null(column)
+    if array.null_count and (column.depth or not column.nullable):
+        hint = ". An empty list is written [], not null" if column.depth else column.null_remedy
         findings.add("null", _true(pc.is_null(array)), lambda i: f"{column.name} is null{hint}.")
     if column.depth == 2 and cells.lists[0].values.null_count:
         outer = cells.lists[0]
@@ -175,18 +166,11 @@ def check_nulls(findings: RowFindings, cells: ColumnValues, array: pa.Array) -> 
         )
 
 
-def _instead_of_null(column: FileColumn) -> str:
-    """Returns the end of a sentence that says how to write a missing value instead of a null."""
-    if column.kind is Kind.ID:
-        return "; write a missing id as an id that is not in the vocabulary, such as an empty text"
-    return "; numeric.fill of the feature gives nulls a value" if column.kind is Kind.NUMBER else ""
-
-
 def check_values(findings: RowFindings, cells: ColumnValues) -> None:
     """Reports nulls inside lists, wrong signs, values out of range and NaN, by the column's kind."""
     values, column = cells.values, cells.column
-    if values.null_count and cells.lists and not has_fill(column):
-        cells.report(findings, "null", _true(pc.is_null(values)), f"is null{_instead_of_null(column)}")
+    if values.null_count and cells.lists and not column.nullable:
+        cells.report(findings, "null", _true(pc.is_null(values)), f"is null{column.null_remedy}")
     if pa.types.is_floating(values.type):
         _check_floats(findings, cells)
     check_meaning(findings, cells)
@@ -196,7 +180,7 @@ def check_meaning(findings: RowFindings, cells: ColumnValues) -> None:
     """Reports values that a column of this kind cannot have: signs, ranges, labels outside their set."""
     if cells.column.kind is Kind.LABEL:
         check_label(findings, cells)
-    elif cells.column.kind is not Kind.NUMBER and not is_text(cells.values.type):
+    elif not cells.column.signed and not is_text(cells.values.type):
         _check_range(findings, cells)
 
 
@@ -303,11 +287,6 @@ def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
     findings.add("duplicate_key", rows, sentence)
 
 
-def has_fill(column: FileColumn) -> bool:
-    """Returns whether nulls of this column are replaced by a value."""
-    return column.kind is Kind.NUMBER and column.feature.numeric.HasField("fill")
-
-
 def _check_range(findings: RowFindings, cells: ColumnValues) -> None:
     values = cells.values
     if pa.types.is_floating(values.type):
@@ -329,7 +308,7 @@ def _check_range(findings: RowFindings, cells: ColumnValues) -> None:
 
 
 _MEANING = {
-    Kind.ID: "ids",
+    Kind.FEATURE: "ids",
     Kind.TIME: "times",
     Kind.ACTIONS: "action masks",
     Kind.LABEL_BITS: "masks of labels",
@@ -338,16 +317,9 @@ _MEANING = {
 }
 
 
-def floats(values: pa.Array) -> np.ndarray:
-    """Converts a number or boolean array to float64, unless it is float32; nulls become NaN."""
-    if not pa.types.is_float32(values.type):
-        values = values.cast(pa.float64(), safe=False)
-    return values.to_numpy(zero_copy_only=False)
-
-
 def _check_floats(findings: RowFindings, cells: ColumnValues) -> None:
     """Reports NaN, infinities, and numbers that are too large for float32."""
-    values, limit = cells.values, _largest(cells.column)
+    values, limit = cells.values, cells.column.largest
     if len(values) and not values.null_count:
         numbers = floats(values)
         # Minimum and maximum are NaN if a value is.
@@ -359,16 +331,6 @@ def _check_floats(findings: RowFindings, cells: ColumnValues) -> None:
     numbers = floats(values).astype(np.float64, copy=False)
     places = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) > limit))
     cells.report(findings, "too_large", places, "is {value}, more than the model's float32 can hold")
-
-
-def _largest(column: FileColumn) -> float:
-    """Returns the largest number that a column may hold."""
-    numeric = column.feature.numeric if column.kind is Kind.NUMBER and column.feature else None
-    if numeric is None:
-        return _LARGEST_FLOAT32
-    if numeric.HasField("bucketize") or numeric.normalize.log1p:
-        return np.finfo(np.float64).max
-    return _LARGEST_FLOAT32 * numeric.normalize.std - abs(numeric.normalize.mean)
 
 
 def _true(mask: pa.Array) -> np.ndarray:

@@ -5,14 +5,13 @@ both tables have; see `training.warm_start`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary
 from recsys.errors import DataError
-
-Mapping = Vocabulary | HashBuckets | Buckets
 
 NONE = -1
 """Stands in for the row of an id that the earlier table does not have."""
@@ -31,8 +30,8 @@ class CarryOver:
     """
 
     table: str
-    before: Mapping
-    now: Mapping
+    before: Any
+    now: Any
 
     def __post_init__(self) -> None:
         before, now = self.before, self.now
@@ -82,8 +81,9 @@ class CarryOver:
         return taken
 
 
-def _words(mapping: Mapping) -> str:
+def _words(mapping: Any) -> str:
     if isinstance(mapping, Vocabulary):
         return f"a vocabulary of {len(mapping):,} ids"
-    kind = "hash buckets" if isinstance(mapping, HashBuckets) else "buckets of numbers"
-    return f"{mapping.rows:,} {kind}"
+    if isinstance(mapping, HashBuckets):
+        return f"{mapping.rows:,} hash buckets"
+    return f"{mapping.rows:,} buckets of numbers" if isinstance(mapping, Buckets) else "of another kind"

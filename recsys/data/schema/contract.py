@@ -6,8 +6,10 @@ their values, and where the values go in a batch.
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property, reduce
+from operator import and_
 from typing import Literal
 
 import pyarrow as pa
@@ -16,8 +18,8 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.config.checks import choices
 from recsys.config.declarations import model_of
+from recsys.config.feature_kinds import FeatureKind, Values
 from recsys.data.arrow import is_list, is_text
-from recsys.data.schema.vocabulary import id_type
 from recsys.errors import DataError
 
 Mode = Literal["train", "evaluate", "predict"]
@@ -27,14 +29,17 @@ Mode = Literal["train", "evaluate", "predict"]
 class Kind(Enum):
     """The meaning of a column's values, which decides their types and their checks."""
 
-    ID = "id"
-    NUMBER = "number"
+    FEATURE = "feature"
     TIME = "time"
     ACTIONS = "actions"
     WATCH_TIME = "watch time"
     LABEL = "label"
     LABEL_BITS = "label bits"
     WEIGHT = "weight"
+
+
+_TYPES = {Kind.TIME: Values.INTEGER, Kind.ACTIONS: Values.INTEGER, Kind.LABEL_BITS: Values.INTEGER}
+"""Types of the values of a column; those of any other kind are numbers."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class FileColumn:
         kind: meaning of the values.
         required: True if a file without the column is rejected.
         multi_valued: True if each element is a list of values.
-        feature: the feature that the column belongs to, if any.
+        readers: the features that read the column; several only if each reads it in its own way.
         task: the task whose labels the column holds, if any.
     """
 
@@ -56,7 +61,7 @@ class FileColumn:
     kind: Kind
     required: bool = True
     multi_valued: bool = False
-    feature: pb.Feature | None = None
+    readers: tuple[FeatureKind, ...] = ()
     task: pb.Task | None = None
 
     @property
@@ -64,30 +69,74 @@ class FileColumn:
         """Number of lists around a value: 0, 1 or 2."""
         return (self.side != pb.USER) + self.multi_valued
 
+    @cached_property
+    def values(self) -> Values:
+        """Types that suit all readers of the column, which may be none; reads footers of vocabularies."""
+        types = [kind.values for kind in self.readers]
+        if self.kind is not Kind.FEATURE:
+            types.append(_TYPES.get(self.kind, Values.NUMBER))
+        return reduce(and_, types)
+
+    @property
+    def signed(self) -> bool:
+        """Whether numbers may be below 0."""
+        return self.kind is Kind.FEATURE and all(kind.signed for kind in self.readers)
+
+    @property
+    def nullable(self) -> bool:
+        """Whether a value may be null."""
+        return self.kind is Kind.FEATURE and all(kind.nullable for kind in self.readers)
+
+    @property
+    def null_remedy(self) -> str:
+        """End of the sentence about a null, which says how to write a missing value."""
+        return self.readers[0].null_remedy if self.kind is Kind.FEATURE else ""
+
+    @property
+    def largest(self) -> float:
+        """Largest magnitude of a number."""
+        return min((kind.largest for kind in self.readers), default=FeatureKind.largest)
+
+    @property
+    def vocabulary(self) -> str | None:
+        """File of the ids that the values are, if any."""
+        return next((kind.vocabulary.file for kind in self.readers if kind.vocabulary is not None), None)
+
+
+def feature_columns(kind: FeatureKind, side: int) -> list[FileColumn]:
+    """Returns the columns that a feature reads on a side; a file of items has one value in each row."""
+    place = pb.USER if side == pb.ITEM else side
+    return [
+        FileColumn(name, place, Kind.FEATURE, multi_valued=kind.lists, readers=(kind,))
+        for name in kind.columns(side)
+    ]
+
 
 def file_columns(pipeline: pb.Pipeline, mode: Mode) -> list[FileColumn]:
     """Returns the columns that a config and its model read for `mode`, without key columns."""
     model = model_of(pipeline)
     candidates = model.reads_candidates(mode)
     uih, candidate = features.PREFIX[pb.HISTORY], features.PREFIX[pb.CANDIDATE]
-    wanted = [FileColumn(features.REQUEST_TIME, pb.USER, Kind.TIME)]
+    inputs = [FileColumn(features.REQUEST_TIME, pb.USER, Kind.TIME)]
     # Features come first, so that errors about lists of unequal length compare with the items.
     for column in features.columns(pipeline):
         if column.side != pb.CANDIDATE or candidates:
-            kind = Kind.ID if column.feature.HasField("id") else Kind.NUMBER
-            multi_valued, feature = column.multi_valued, column.feature
-            wanted.append(
-                FileColumn(column.name, column.side, kind, multi_valued=multi_valued, feature=feature)
-            )
-    wanted.append(FileColumn(uih + features.TIMESTAMPS, pb.HISTORY, Kind.TIME))
+            inputs += feature_columns(column.kind, column.side)
+    inputs.append(FileColumn(uih + features.TIMESTAMPS, pb.HISTORY, Kind.TIME))
     action = action_encoder(pipeline)
     channels = getattr(model.preprocessor, "channels", ())
     if action.bits or any(channel.bits for channel in channels):
-        wanted.append(FileColumn(uih + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
+        inputs.append(FileColumn(uih + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
     if action.watch_time_thresholds or any(channel.HasField("min_watch_time") for channel in channels):
-        wanted.append(FileColumn(uih + features.WATCH_TIME, pb.HISTORY, Kind.WATCH_TIME))
+        inputs.append(FileColumn(uih + features.WATCH_TIME, pb.HISTORY, Kind.WATCH_TIME))
     if candidates:
-        wanted.append(FileColumn(candidate + features.TIMESTAMPS, pb.CANDIDATE, Kind.TIME, required=False))
+        times = candidate + features.TIMESTAMPS
+        inputs.append(FileColumn(times, pb.CANDIDATE, Kind.TIME, required=False))
+    by_name: dict[str, FileColumn] = {}
+    for column in inputs:
+        earlier = by_name.get(column.name)
+        by_name[column.name] = column if earlier is None else _shared(earlier, column)
+    wanted = list(by_name.values())
     if mode != "predict":
         for name in dict.fromkeys(column.name for column in model.weight_columns()):
             wanted.append(FileColumn(name, features.side_of(name), Kind.WEIGHT))
@@ -95,6 +144,13 @@ def file_columns(pipeline: pb.Pipeline, mode: Mode) -> list[FileColumn]:
             kind = Kind.LABEL_BITS if task.label_bits else Kind.LABEL
             wanted.append(FileColumn(task.label, pb.CANDIDATE, kind, task=task))
     return wanted
+
+
+def _shared(first: FileColumn, second: FileColumn) -> FileColumn:
+    """Returns a column for the readers of both, of which at most one has a meaning without a feature."""
+    column = first if second.kind is Kind.FEATURE else second
+    readers, required = first.readers + second.readers, first.required or second.required
+    return replace(column, readers=readers, required=required)
 
 
 def key_columns(pipeline: pb.Pipeline) -> list[str]:
@@ -193,6 +249,9 @@ def _type(kind: pa.DataType, column: FileColumn) -> list[str]:
         inner, depth = inner.value_type, depth + 1
     if pa.types.is_dictionary(inner):
         inner = inner.value_type
+    if not column.values:
+        readers = ", ".join(kind.feature.name for kind in column.readers)
+        return [f"column {column.name}: no type of values suits all its readers, the features {readers}."]
     allowed, fits = _allowed(column)
     if depth == column.depth and (fits(inner) or pa.types.is_null(inner)):
         return []
@@ -210,17 +269,21 @@ def _key_type(kind: pa.DataType, name: str) -> list[str]:
 
 def _allowed(column: FileColumn) -> tuple[str, Callable[[pa.DataType], bool]]:
     """Returns a description of the types that a column's values may have, and a test of a type."""
-    if column.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
-        return ("int64 seconds" if column.kind is Kind.TIME else "int64"), pa.types.is_integer
-    if column.kind is not Kind.ID:
-        return "number", _is_number
-    mapping = column.feature.id
-    if mapping.HasField("hash"):
-        return "int64 or string", lambda t: pa.types.is_integer(t) or is_text(t)
-    if is_text(id_type(mapping.vocabulary.file)):
-        return f"string, as the ids in {mapping.vocabulary.file} are", is_text
-    return f"int64, as the ids in {mapping.vocabulary.file} are", pa.types.is_integer
+    values = column.values
+    words = _WORDS[values] + (" seconds" if column.kind is Kind.TIME else "")
+    if column.vocabulary is not None:
+        words += f", as the ids in {column.vocabulary} are"
+    tests = {
+        Values.INTEGER: pa.types.is_integer,
+        Values.REAL: lambda kind: pa.types.is_floating(kind) or pa.types.is_boolean(kind),
+        Values.TEXT: is_text,
+    }
+    return words, lambda kind: any(test(kind) for flag, test in tests.items() if flag in values)
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+_WORDS = {
+    Values.INTEGER: "int64",
+    Values.TEXT: "string",
+    Values.ID: "int64 or string",
+    Values.NUMBER: "number",
+}

@@ -1,9 +1,11 @@
 """Maps original values to rows of embedding tables, and back.
 
-Each table has one of three mappings: `Vocabulary` (ids counted in advance), `HashBuckets` (hashed ids) or
+Most tables have one of three mappings: `Vocabulary` (ids counted in advance), `HashBuckets` (hashed ids) or
 `Buckets` (numbers between boundaries). `mappings` reads them for a resolved config. All of them map whole
-arrays.
+arrays. A kind of feature of another package may have a mapping of its own, or none.
 """
+
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 
 from recsys import files
 from recsys import protos as pb
+from recsys.config.feature_kinds import FeatureKind, Values, kinds
 from recsys.data.arrow import is_text, one_array, open_parquet
 from recsys.data.hashing import AT_A_TIME, buckets, hash_text, mix
 from recsys.data.schema.id_search import REMEDY, build_search
@@ -204,48 +207,50 @@ def normalize(values: np.ndarray, config: pb.Normalize) -> np.ndarray:
     return scaled
 
 
-def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buckets]:
+def mappings(pipeline: pb.Pipeline) -> dict[str, Any]:
     """Builds the mapping of every embedding table of a resolved config, which reads the vocabulary files.
 
     Raises:
         DataError: a vocabulary cannot be used.
     """
-    return {
-        table: mapping_of(pipeline, table, feature) for table, feature in embedded_features(pipeline).items()
-    }
+    return {table: mapping_of(pipeline, kind) for table, kind in embedded_features(pipeline).items()}
 
 
-def embedded_features(pipeline: pb.Pipeline) -> dict[str, pb.Feature]:
-    """Returns the first feature of each embedding table of a resolved config, by the table's name."""
-    by_table: dict[str, pb.Feature] = {}
-    for feature in pipeline.features:
-        if feature.HasField("id"):
-            by_table.setdefault(feature.id.table, feature)
-        elif feature.numeric.HasField("bucketize"):
-            by_table.setdefault(feature.name, feature)
+def embedded_features(pipeline: pb.Pipeline) -> dict[str, FeatureKind]:
+    """Returns the kind of the first feature of each embedding table of a resolved config, by the table's
+    name."""
+    by_table: dict[str, FeatureKind] = {}
+    for kind in kinds(pipeline):
+        if kind.table is not None:
+            by_table.setdefault(kind.table, kind)
     return by_table
 
 
-def mapping_of(
-    pipeline: pb.Pipeline, table: str, feature: pb.Feature, file: str | None = None
-) -> Vocabulary | HashBuckets | Buckets:
-    """Builds the mapping of one embedding table of a resolved config.
+def mapping_of(pipeline: pb.Pipeline, kind: FeatureKind, file: str | None = None) -> Any:
+    """Builds the mapping of the embedding table of a feature of a resolved config.
 
     Args:
         pipeline: the config, whose placement decides how ids are laid out over rows.
-        table: name of the table.
-        feature: a feature of the table.
+        kind: the feature.
         file: file of the vocabulary; None takes the one that the feature names.
 
     Raises:
         DataError: the vocabulary cannot be used.
     """
-    if feature.HasField("numeric"):
-        return Buckets(list(feature.numeric.bucketize.boundaries))
-    if feature.id.HasField("hash"):
-        return HashBuckets(feature.id.hash.num_buckets)
-    vocabulary, name = feature.id.vocabulary, sharded_name(pipeline, table)
+    vocabulary = kind.vocabulary
+    if vocabulary is None:
+        return kind.mapping()
+    name = sharded_name(pipeline, kind.table or "")
     return Vocabulary.read(file or vocabulary.file, vocabulary.size, table=name)
+
+
+def id_values(vocabulary: pb.Vocabulary) -> Values:
+    """Returns the type of a vocabulary's ids, which is read from the footer of its file.
+
+    Raises:
+        DataError: the file is missing or broken.
+    """
+    return Values.TEXT if is_text(id_type(vocabulary.file)) else Values.INTEGER
 
 
 def id_type(path: str) -> pa.DataType:
@@ -267,16 +272,16 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
         DataError: a file cannot be read.
     """
     digests: dict[str, str] = {}
-    for feature in pipeline.features:
-        if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in digests:
-            path = feature.id.vocabulary.file
+    for table, kind in embedded_features(pipeline).items():
+        if kind.vocabulary is not None:
+            path = kind.vocabulary.file
             try:
                 with fsspec.open(path, "rb") as file:
                     digest = files.sha256(file)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error}). {REMEDY}") from error
-            layout = _DEALT_OUT if sharded_name(pipeline, feature.id.table) else ""
-            digests[feature.id.table] = layout + digest
+            layout = _DEALT_OUT if sharded_name(pipeline, table) else ""
+            digests[table] = layout + digest
     return digests
 
 

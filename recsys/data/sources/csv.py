@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from recsys import protos as pb
+from recsys.config.feature_kinds import Values
 from recsys.config.registry import register
 from recsys.data.lru import Lru
-from recsys.data.schema.contract import FileColumn, Kind, file_columns, key_columns
-from recsys.data.schema.vocabulary import id_type
+from recsys.data.schema.contract import FileColumn, file_columns, key_columns
 from recsys.data.sources.base import File, Source, find_files
 from recsys.errors import DataError
 
@@ -139,13 +139,9 @@ def _types(pipeline: pb.Pipeline) -> dict[str, pa.DataType]:
 
 
 def _value_type(column: FileColumn) -> pa.DataType:
-    if column.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
-        return pa.int64()
-    if column.kind is not Kind.ID:
-        return pa.float64()
-    if column.feature.id.HasField("hash"):
+    if Values.TEXT in column.values:
         return pa.string()
-    return pa.int64() if pa.types.is_integer(id_type(column.feature.id.vocabulary.file)) else pa.string()
+    return pa.float64() if Values.REAL in column.values else pa.int64()
 
 
 def _cast(values: pa.Array, wanted: pa.DataType, where: Callable[[int], str]) -> pa.Array:

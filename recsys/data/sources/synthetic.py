@@ -5,6 +5,7 @@ import pyarrow as pa
 
 from recsys import protos as pb
 from recsys.config.checks import loss_kind
+from recsys.config.feature_kinds import Values
 from recsys.config.registry import register
 from recsys.data.schema.contract import FileColumn, Kind, file_columns, key_columns
 from recsys.data.schema.vocabulary import Vocabulary, mappings
@@ -15,6 +16,9 @@ _ROWS = 1024
 
 _POWER = 1.05
 """Exponent of the power law that ids follow."""
+
+_MOST_IDS = 10_000
+"""Number of different ids of a feature whose kind has no mapping."""
 
 _START = 1_700_000_000
 """Request time of the first row, in seconds since 1970."""
@@ -103,7 +107,7 @@ class SyntheticSource(Source):
         return pa.array(times[np.lexsort((times, row))])
 
     def _values(self, random: np.random.Generator, column: FileColumn, count: int) -> pa.Array:
-        if column.kind is Kind.ID:
+        if column.kind is Kind.FEATURE and Values.REAL not in column.values:
             return self._ids(random, column, count)
         if column.kind is Kind.ACTIONS:
             return pa.array(random.integers(0, 256, count))
@@ -116,14 +120,17 @@ class SyntheticSource(Source):
     def _ids(self, random: np.random.Generator, column: FileColumn, count: int) -> pa.Array:
         if self._mappings is None:
             self._mappings = mappings(self._pipeline)
-        mapping = self._mappings[column.feature.id.table or column.feature.name]
+        mapping = self._mappings.get(column.readers[0].table)
         # This is the inverse of the cumulative distribution function of x^-a on [1, n].
-        num_ids = max(1, mapping.rows - 1)
+        num_ids = max(1, getattr(mapping, "rows", _MOST_IDS) - 1)
         uniform = random.random(count)
         rank = (1 - uniform * (1 - num_ids ** (1 - _POWER))) ** (1 / (1 - _POWER))
         rows = np.clip(rank.astype(np.int64), 1, num_ids)
         # A vocabulary lists the most frequent ids first, wherever their table rows are.
-        return mapping.ids.take(pa.array(rows - 1)) if isinstance(mapping, Vocabulary) else pa.array(rows)
+        if isinstance(mapping, Vocabulary):
+            return mapping.ids.take(pa.array(rows - 1))
+        ids = pa.array(rows)
+        return ids if Values.INTEGER in column.values else ids.cast(pa.string())
 
 
 def _lists(values: pa.Array, counts: np.ndarray) -> pa.Array:

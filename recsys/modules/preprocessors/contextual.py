@@ -23,7 +23,7 @@ from recsys.modules.flops import linear_flops
 from recsys.modules.gated_mlp import ContextualizedMLP, RowContext
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.precision import product_dtype
-from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed, events_of, inputs_of
+from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed, events_of
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
 from recsys.modules.user_tokens import FeatureTokens, JoinedTokens
@@ -75,45 +75,43 @@ class ContextualPreprocessor(nn.Module):
             channels=tuple(_channel(channel) for channel in config.channels),
         )
 
-    def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
+    def forward(self, inputs: dict[str, Tensor], batch: Batch) -> Preprocessed:
         """Returns the tokens of all rows and the candidates' content [N, E].
 
         The sequences of channels are joined. The content, to which nothing is added, is an input of the head.
 
         Args:
-            embeddings: column -> [n, width].
+            inputs: column -> [n, width].
             batch: the batch, for numbers, times and actions.
         """
-        inputs = inputs_of(embeddings, batch)
         users = self._users(inputs)
         prefix = [*self._contextual(inputs), *self._history(inputs, batch, users)]
         candidates = self._candidates(inputs, batch, users)
         encoded = [*prefix, candidates + self.target_action]
         return Preprocessed(self._sequence(encoded, batch), candidates)
 
-    def prefix(self, embeddings: dict[str, Tensor], batch: Batch) -> EncodedPrefix:
+    def prefix(self, inputs: dict[str, Tensor], batch: Batch) -> EncodedPrefix:
         """Returns the contextual and history tokens of `forward`.
 
         Args:
-            embeddings: column -> [n, width].
+            inputs: column -> [n, width].
             batch: a batch without candidates.
         """
-        inputs = inputs_of(embeddings, batch)
         users = self._users(inputs)
         encoded = [*self._contextual(inputs), *self._history(inputs, batch, users)]
         return EncodedPrefix(self._sequence(encoded, batch), Prefix.of(batch.sequences, users))
 
-    def candidates(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> Preprocessed:
+    def candidates(self, inputs: dict[str, Tensor], batch: Batch, prefix: Prefix) -> Preprocessed:
         """Returns the target tokens of `forward` and the candidates' content, given the prefix.
 
         The content has the dtype of its last matrix product: the same values as in `forward`, in less memory.
 
         Args:
-            embeddings: column -> [n, width].
+            inputs: column -> [n, width].
             batch: a batch of nothing but candidates.
             prefix: the prefix of the same rows.
         """
-        candidates = self._content(inputs_of(embeddings, batch), batch, prefix.users)
+        candidates = self._content(inputs, batch, prefix.users)
         values, times = _rounded_sum(candidates, self.target_action), batch.candidate_timestamps
         layout = batch.sequences
         if layout.parts:
@@ -122,11 +120,11 @@ class ContextualPreprocessor(nn.Module):
             values = self.positional(values, layout, times, request_times=times, behind=prefix)
         return Preprocessed(JaggedSequence(self.dropout(_widened(values)), layout, times, times), candidates)
 
-    def events(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> JaggedSequence:
+    def events(self, inputs: dict[str, Tensor], batch: Batch, prefix: Prefix) -> JaggedSequence:
         """Returns the tokens of `forward` for events later than those of `prefix`.
 
         Args:
-            embeddings: column -> [n, width].
+            inputs: column -> [n, width].
             batch: a batch of nothing but events.
             prefix: the prefix of the same rows, before the events.
 
@@ -135,7 +133,7 @@ class ContextualPreprocessor(nn.Module):
         """
         if self.positional is not None:
             self.positional.require_extendable()
-        encoded = self._history(inputs_of(embeddings, batch), batch, prefix.users)
+        encoded = self._history(inputs, batch, prefix.users)
         return self._sequence(encoded, batch, behind=prefix)
 
     def flops(self, batch: Batch) -> int:

@@ -1,4 +1,4 @@
-"""Defines the results of preprocessors and how preprocessors read the features of a batch."""
+"""Defines the results of preprocessors and the layout of events."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,11 +31,6 @@ class EncodedPrefix(NamedTuple):
 
     sequence: JaggedSequence
     prefix: Prefix
-
-
-def inputs_of(embeddings: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """Returns column -> [n, width] for embedded and numeric columns alike."""
-    return embeddings | {name: numbers[:, None] for name, numbers in batch.numbers.items()}
 
 
 def events_of(batch: Batch, tokens_per_event: int) -> SequenceLayout:

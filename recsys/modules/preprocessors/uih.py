@@ -11,7 +11,7 @@ from recsys.modules.action import ActionEncoder
 from recsys.modules.flops import linear_flops
 from recsys.modules.mlp import build_mlp
 from recsys.modules.positional import PositionalEncoder
-from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
+from recsys.modules.preprocessors.preprocessed import Preprocessed
 from recsys.modules.sequence import JaggedSequence, following
 
 
@@ -54,16 +54,15 @@ class UihPreprocessor(nn.Module):
         """Returns the layout of rows, which have neither contextual nor target tokens."""
         return LayoutRule(num_contextual=0, targets=False)
 
-    def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
+    def forward(self, inputs: dict[str, Tensor], batch: Batch) -> Preprocessed:
         """Makes the tokens of every history.
 
         The next timestamp of an event is the time that the query after it knows, as `query_time` sets.
 
         Args:
-            embeddings: column -> [n, width].
+            inputs: column -> [n, width].
             batch: the batch, for numbers, times and actions.
         """
-        inputs = inputs_of(embeddings, batch)
         joined = torch.cat([inputs[name] for name in self.columns], dim=1)
         values = self.project(joined).to(joined.dtype)
         if self.action is not None:

@@ -87,7 +87,7 @@ def _item(pipeline: pb.Pipeline) -> pb.Feature | None:
     searched = model_of(pipeline).item_feature
     for column in features.columns(pipeline, pb.CANDIDATE):
         feature = column.feature
-        if feature.HasField("id") and feature.id.HasField("vocabulary") and not column.multi_valued:
+        if feature.id.HasField("vocabulary") and not column.multi_valued:
             if searched is None or feature.name == searched:
                 return feature
     return None

@@ -17,7 +17,7 @@ from recsys.models.base import Model
 from recsys.models.tasks import TaskLosses, TaskPredictions, task_metrics, task_rows
 from recsys.modules.flops import linear_flops
 from recsys.modules.mixers.base import AttentionUse, Mixer
-from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
+from recsys.modules.preprocessors.preprocessed import Preprocessed
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import AttentionMask, gather_rows, softmax_attention
@@ -94,8 +94,7 @@ class BarePreprocessor(nn.Module):
     def layout_rule(config, pipeline):
         return LayoutRule(num_contextual=0, targets=True)
 
-    def forward(self, embeddings, batch):
-        inputs = inputs_of(embeddings, batch)
+    def forward(self, inputs, batch):
         history, candidates = (
             self.project(torch.cat([inputs[column.name] for column in side], dim=1)) for side in self.sides
         )
