@@ -24,6 +24,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 TINY, RETRIEVAL = "tests/integration/tiny.config", "configs/movielens_small_retrieval.config"
 
+FEATURES = """features { name: "clock" sides: [USER, HISTORY, CANDIDATE] [acme.clock] {} }
+features { name: "upload_type" sides: [HISTORY, CANDIDATE] [toys.words] { num_buckets: 50 } }
+features {
+  name: "maker" sides: [HISTORY, CANDIDATE]
+  [toys.mapped] {
+    of: "author_id" table_dim: 8 vocabulary { file: "tests/data/kuairand/vocabulary/author_id.parquet" }
+  }
+}
+"""
+
 BROKEN = {
     "broken": "import no_such_library\n",
     "clash": "from clash import clash_pb2  # noqa: F401\n",
@@ -94,6 +104,46 @@ def main():
     return 0
 """
 
+FEATURE_CHECK = """
+import zlib
+from datetime import datetime, timezone
+import pyarrow.parquet as pq
+import torch
+import acme
+from recsys.data.loader import Loader
+from recsys.data.schema.vocabulary import mappings
+from recsys.models import build_model
+from recsys.models.base import layout_rule
+from recsys import config
+
+def main():
+    pipeline = config.prepare("acme.config").pipeline
+    batch = next(Loader.open(pipeline, "validation", layout_rule(pipeline)).epoch())
+    rows = pq.read_table("tests/data/kuairand/validation.parquet").slice(0, len(batch.group)).to_pylist()
+    model = build_model(pipeline).eval()
+    inputs = model.embed(batch)
+    for side, times in (("uih", "uih_timestamps"), ("candidate", "candidate_timestamps")):
+        most = slice(-20, None) if side == "uih" else slice(0, 5)
+        names = lambda column: [value for row in rows for value in row[column][most]]
+        clocks = [datetime.fromtimestamp(t, timezone.utc) for t in names(times)]
+        seconds = torch.tensor([c.hour * 3600 + c.minute * 60 + c.second for c in clocks]) / 43200 * torch.pi
+        torch.testing.assert_close(inputs[side + "_clock"], torch.stack([seconds.sin(), seconds.cos()], 1))
+        weights = {k.split(".")[-2]: v for k, v in model.embed.state_dict().items()}
+        table = weights["upload_type_table"]
+        texts = names(side + "_upload_type")
+        buckets = [[zlib.crc32(w.encode()) % 50 for w in text.split()] for text in texts]
+        expected = torch.stack([table[b].sum(0) for b in buckets])
+        torch.testing.assert_close(inputs[side + "_upload_type"], expected)
+        ids = pq.read_table("tests/data/kuairand/vocabulary/author_id.parquet")["id"].to_pylist()
+        row_of = mappings(pipeline)["maker"].layout.row_of
+        authors = names(side + "_author_id")
+        places = [int(row_of(ids.index(author))) if author in ids else 0 for author in authors]
+        linear = model.embed.join.encode["maker_feature"]
+        torch.testing.assert_close(inputs[side + "_maker"], linear(weights["maker_table"][places]))
+    print("equal")
+    return 0
+"""
+
 METADATA = "Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n"
 
 FIT = """
@@ -147,6 +197,7 @@ def project(tmp_path_factory) -> Path:
     (folder / "clash" / "clash.proto").write_text(CLASH)
     (folder / "note" / "note.proto").write_text(NOTE)
     (folder / "gru_check.py").write_text(GRU_CHECK)
+    (folder / "feature_check.py").write_text(FEATURE_CHECK)
     (folder / "fit_check.py").write_text(FIT)
     for name in ("tests", "configs"):
         (folder / name).symlink_to(ROOT / name)
@@ -169,6 +220,7 @@ def acme_config() -> str:
         ),
         "loss { mean_squared_error { log1p: true } }": "loss { [acme.huber] { delta: 2 } }",
         "metrics { mae {} } }": "metrics { [acme.within] { range: 20 } } metrics { mae {} } }",
+        'features { name: "hour"': f'{FEATURES}features {{ name: "hour"',
         "num_steps: 16": "num_steps: 2\n  hooks { [acme.score_table] {} }",
         "adamw { lr: 2e-3 weight_decay: 0.01 }": "[acme.signum] { weight_decay: 0.01 }",
         "warmup_steps: 4 cosine {}": "[acme.inverse_root] { flat_steps: 1 }",
@@ -229,6 +281,23 @@ MISTAKES = {
     f"{MIXER}.[acme.gruu]: no such extension is registered. Did you mean [acme.gru]?": [
         *ACME,
         *settings(f"{MIXER}={{[acme.gruu] {{}}}}"),
+    ],
+    "features[2].[acme.clok]: no such extension is registered. Did you mean [acme.clock]?": [
+        *ACME,
+        *settings("features[2]={name: 'clock' sides: USER [acme.clok] {}}"),
+    ],
+    "features[2].[acme.clock].period_seconds: 0 is given; it must be 1 or more": [
+        *ACME,
+        *settings("features[2].[acme.clock].period_seconds=0"),
+    ],
+    "features[3]: words is no name": [*ACME, *settings("features[3].name='words'")],
+    "features[4].[toys.mapped]: it reads the column uih_tag, in which feature tag finds lists": [
+        *ACME,
+        *settings("features[4].[toys.mapped].of='tag'"),
+    ],
+    "features[4].[toys.mapped].vocabulary.file: no file none.parquet": [
+        *ACME,
+        *settings("features[4].[toys.mapped].vocabulary.file='none.parquet'"),
     ],
     f"{MIXER}.[acme.huber]: extends Loss, so it cannot be used in Mixer": [
         *ACME,
@@ -294,6 +363,7 @@ def results(project) -> dict[str, Result]:
     """Results of all commands that need no other process than one, by name; of mistakes, by their text."""
     lines = {text: [*line, "--validate"] for text, line in MISTAKES.items()} | {
         "gru": ["gru_check"],
+        "features": ["feature_check"],
         "fit": ["fit_check"],
         "validate": [*ACME, *settings(f"{MIXER}.[acme.gru].num_layers=3"), "--validate"],
         "print": [*ACME, "--print-config"],
@@ -337,6 +407,10 @@ def test_the_mixer_of_the_page_is_short_and_computes_its_formula(project, result
     files = [project / "acme" / name for name in ("gru.proto", "gru.py")]
     assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) < 60
     assert results["gru"] == (0, "equal\n"), results["gru"].text
+
+
+def test_kinds_of_features_convert_and_embed_as_their_formulas_say(results):
+    assert results["features"] == (0, "equal\n"), results["features"].text
 
 
 def test_a_printed_config_is_read_back_as_the_same(project, results):

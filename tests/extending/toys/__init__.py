@@ -1,8 +1,12 @@
-"""Components that a test adds from outside: a mixer with a declaration, a head, a preprocessor and a model.
+"""Components that a test adds from outside: kinds of features, a mixer with a declaration, a head, a
+preprocessor and a model.
 
 Without docstrings and types, since the way in which they are added is what is tested.
 """
 
+import zlib
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -11,6 +15,7 @@ from recsys.config import features
 from recsys.config.checks import Finding
 from recsys.config.checks.values import COUNT, limit
 from recsys.config.declarations import Choice, MixerDeclaration, ModelDeclaration
+from recsys.config.feature_kinds import FeatureKind, Ragged, Values
 from recsys.config.registry import declare, register
 from recsys.data.batch import LayoutRule
 from recsys.models.base import Model
@@ -24,6 +29,69 @@ from recsys.ops import AttentionMask, gather_rows, softmax_attention
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.softmax_attention import OP
 from toys import toys_pb2 as toys
+
+limit(toys.Words, {"num_buckets": COUNT, "embedding_dim": COUNT}, required=("num_buckets",))
+
+
+@register(toys.Words)
+class Words(FeatureKind):
+    values = Values.TEXT
+    multi_valued = True
+
+    @property
+    def table(self):
+        return self.feature.name
+
+    @property
+    def rows(self):
+        return self.config.num_buckets
+
+    @property
+    def width(self):
+        return self.config.embedding_dim
+
+    def choices(self, pipeline):
+        yield Choice(self.config, self.path, "embedding_dim", 4, "default")
+
+    def findings(self):
+        if self.feature.name == "words":
+            yield Finding(self.feature_path, "words is no name")
+
+    def convert(self, columns, mapping):
+        texts = [text.split() for text in columns[0].to_pylist()]
+        hashes = [zlib.crc32(word.encode()) % self.rows for words in texts for word in words]
+        return Ragged(np.array(hashes, np.int64), np.array([len(words) for words in texts], np.int64))
+
+
+@register(toys.Mapped)
+class Mapped(FeatureKind):
+    values = Values.INTEGER
+    width = 3
+
+    @property
+    def table(self):
+        return self.feature.name
+
+    @property
+    def vocabulary(self):
+        return self.config.vocabulary
+
+    @property
+    def rows(self):
+        return self.vocabulary.size + 1
+
+    @property
+    def input_width(self):
+        return self.config.table_dim
+
+    def columns(self, side):
+        return (features.PREFIX[side] + self.config.of,)
+
+    def convert(self, columns, mapping):
+        return mapping.map(columns[0])
+
+    def module(self):
+        return nn.Linear(self.input_width, self.width)
 
 
 @register(toys.LinearHead)
