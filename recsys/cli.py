@@ -9,13 +9,14 @@ import argparse
 import errno
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import recsys.config as config
-from recsys import environment
+from recsys import environment, files
 from recsys import protos as pb
 from recsys.errors import ConfigError, InstallationError, RecsysError
 from recsys.flags import Parser, PrintVersions, closed_pipe
@@ -222,8 +223,12 @@ def _prepare_and_run(
     to_file = command == "train" or os.access(call.run_dir, os.W_OK)
     if flags.dry_run or folder is None or not to_file:
         return _guard(_recorded(lambda: _run(run, call)))
+    is_new = not call.run_dir.exists()
     with log_to_file(call.run_dir):
-        return _guard(_recorded(lambda: _run(run, call)))
+        code = _guard(_recorded(lambda: _run(run, call)))
+    if code and is_new:
+        _remove_unused(call.run_dir)
+    return code
 
 
 def _compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str]) -> None:
@@ -314,3 +319,14 @@ def _level_of_variable(parser: argparse.ArgumentParser) -> str:
     if given.lower() not in LEVELS:
         parser.error(f"variable {LOG_VARIABLE}: invalid level: {given!r} (choose from {', '.join(LEVELS)})")
     return given.lower()
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes a run folder in which no run began, because of a broken input file for example.
+
+    It holds only the log, which was also shown, and perhaps a lock.
+    """
+    if is_first_process() and {path.name for path in folder.iterdir()} <= {"log.txt", ".lock"}:
+        with files.locked(folder / ".lock") as is_alone:
+            if is_alone:
+                shutil.rmtree(folder)

@@ -260,6 +260,7 @@ def test_the_log_shows_bytes_of_names_that_are_no_text(folder, capfd, monkeypatc
     def run(call):
         raise errors.DataError(f"{os.fsdecode(bytes([0xFF]))}.parquet: no such file")
 
+    (folder / "here").mkdir()
     # As Python opens it; the one of pytest refuses such names, and so does pytest-xdist in its own log.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(sys, "stderr", open(2, "w", errors="backslashreplace", closefd=False))
@@ -285,6 +286,7 @@ def test_the_log_goes_to_stderr_and_the_run_folder(folder, capsys):
         raise errors.DataError("row 3")
 
     before = logging.getLogger().handlers[:]
+    (folder / "here").mkdir()
     for _ in range(2):
         cli.main("train", run, ["--config", "x.config", "--run-dir", "here"])
     shown = capsys.readouterr().err
@@ -293,6 +295,25 @@ def test_the_log_goes_to_stderr_and_the_run_folder(folder, capsys):
     text = (folder / "here" / "log.txt").read_text(encoding="utf-8")
     assert text.count("step 1") == text.count("row 3") == text.count("under the bar") == 2
     assert logging.getLogger().handlers == before
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "kept"),
+    [
+        ([".lock"], errors.DataError, False),
+        ([".lock", "config.resolved"], errors.DataError, True),
+        ([], ZeroDivisionError, True),
+    ],
+)
+def test_an_error_before_a_run_begins_leaves_no_folder(folder, made, error, kept):
+    def run(call):
+        for name in made:
+            (call.run_dir / name).touch()
+        raise error("row 3")
+
+    with pytest.raises(ZeroDivisionError) if error is ZeroDivisionError else contextlib.nullcontext():
+        assert cli.main("train", run, ["--config", "x.config", "--run-dir", "here"]) == 3
+    assert (folder / "here" / "log.txt").exists() == (folder / "here").exists() == kept
 
 
 def test_a_log_file_on_a_full_disk_ends_and_the_command_goes_on(folder, capsys):
