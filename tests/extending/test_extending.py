@@ -284,7 +284,7 @@ MISTAKES = {
     ],
     "features[2].[acme.clok]: no such extension is registered. Did you mean [acme.clock]?": [
         *ACME,
-        *settings("features[2]={name: 'clock' sides: USER [acme.clok] {}}"),
+        *settings("features=[{name: 'a' sides: USER}, {name: 'b' sides: USER}, {[acme.clok] {}}]"),
     ],
     "features[2].[acme.clock].period_seconds: 0 is given; it must be 1 or more": [
         *ACME,
