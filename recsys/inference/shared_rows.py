@@ -135,7 +135,8 @@ def same_as_before(block: ColumnBlock) -> np.ndarray:
     repeats = np.arange(count) > 0
     for column in users:
         if column.offsets is None:
-            repeats[1:] &= column.values[1:] == column.values[:-1]
+            same = column.values[1:] == column.values[:-1]
+            repeats[1:] &= same if same.ndim == 1 else same.all(axis=1)
     repeats[1:] &= lengths[1:] == lengths[:-1]
     for row in np.flatnonzero(repeats):
         repeats[row] = all(

@@ -1,5 +1,6 @@
 """Rows of one user, request and history share a run of it: the scores of whole rows, in the same order."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from recsys import config
 from recsys import protos as pb
+from recsys.data.convert.column_block import FlatColumn
 from recsys.data.convert.converter import Origin
 from recsys.inference import predictor
 from recsys.inference.predictor import Predictor
@@ -170,6 +172,13 @@ def test_any_difference_of_user_or_history_is_seen(name):
     changed = row | {name: CHANGES[name](row[name])}
     same = same_as_before(block_of(table_of([row, row, changed, changed, row])))
     assert same.tolist() == [False, True, False, True, False]
+
+
+def test_several_numbers_of_a_user_are_compared_together():
+    block = block_of(table_of([TABLE.to_pylist()[0]] * 4))
+    points = np.array([[0, 1], [0, 1], [2, 1], [2, 0]], np.float32)
+    flat = block.flat | {"point": FlatColumn(pb.USER, points)}
+    assert same_as_before(replace(block, flat=flat)).tolist() == [False, True, False, False]
 
 
 def test_one_event_less_is_a_difference():
