@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import one_thread
+from tests.tools import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -181,21 +182,28 @@ def outputs(home) -> dict[str, str]:
     results = {}
     for line in all_commands():
         if line in RUN:
-            command = [*python(shlex.split(line)), *shlex.split(RUN[line])]
-            environment = one_thread() | {"PYTHONPATH": str(ROOT)}
-            done = subprocess.run(
-                command, cwd=home, env=environment, capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-            results[line] = done.stdout + done.stderr
+            results[line] = run([*shlex.split(line), *shlex.split(RUN[line])], home)
     return results
 
 
-def python(words: list[str]) -> list[str]:
-    """A command line for the Python that runs the tests."""
+def run(words: list[str], folder: Path) -> str:
+    """Runs a command line with the Python of the tests; returns what it printed.
+
+    `recsys` runs in a fork, which imports nothing again; `tests/test_main.py` starts it as a process.
+    """
     program, *rest = words
-    module = {"torchrun": ["-m", "torch.distributed.run"], "recsys": ["-m", "recsys"]}.get(program, [])
-    return [sys.executable, *module, *rest]
+    if program == "recsys":
+        process = forks.server().start("tests.tools.forks:run_module", "recsys", *rest, cwd=folder)
+        output, code = process.communicate()[0], process.returncode
+    else:
+        command = [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else []), *rest]
+        environment = one_thread() | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        output, code = done.stdout + done.stderr, done.returncode
+    assert code == 0, f"{shlex.join(words)}\n{output}"
+    return output
 
 
 def test_commands_run(outputs, home):

@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -123,6 +124,12 @@ def run_command(name: str, *arguments: str) -> int:
     """`python -m recsys.<name>`, in a fork."""
     sys.argv = [f"recsys.{name}", *arguments]
     return importlib.import_module(f"recsys.{name}").main()
+
+
+def run_module(name: str, *arguments: str) -> None:
+    """`python -m <name>`, in a fork; it ends with the exit code of the module."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def run_ranks(function: Callable[..., None], *arguments: Any, ranks: int = 2) -> None:
