@@ -1,7 +1,7 @@
 """Every file of `configs/`: trained for some steps on bundled rows, exported, predicted, equal to evaluation.
 
-The model, the features and the training are those of the file; the rows and their number are not. Nothing is
-compiled here but with `--slow`.
+The model, the features and the training are those of the file, but for the depth of one; the rows and their
+number are not. Nothing is compiled here but with `--slow`.
 """
 
 import csv
@@ -27,8 +27,8 @@ from tests.integration.runs import records
 from tests.tools.bundles import movielens_codes
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.config"))
-ROWS = {"train": 96, "validation": 20, "test": 48}
-STEPS = 4
+ROWS = {"train": 48, "validation": 20, "test": 24}
+STEPS = 2
 SHORT = (
     "data.num_workers=0",
     "data.batch_size=16",
@@ -39,6 +39,10 @@ SHORT = (
     "train.evaluation={}",
     "train.log_every_steps=1",
 )
+
+
+SHALLOW = {"ml_1m_hstu_large.config": ("model.retriever.mixer.hstu.num_layers=2",)}
+"""Overrides of deep stacks of equal layers, of which two do what eight do."""
 
 
 def movielens_ranking(folder: Path) -> Path:
@@ -101,7 +105,7 @@ class Trained(NamedTuple):
 def trained(request, tmp_path_factory) -> Trained:
     folder = tmp_path_factory.mktemp("ready")
     data = DATA[request.param](folder)
-    overrides = [*SHORT, f'data.vocabulary_dir="{data}/vocabulary"']
+    overrides = [*SHORT, *SHALLOW.get(request.param, ()), f'data.vocabulary_dir="{data}/vocabulary"']
     for split, count in ROWS.items():
         path = folder / f"{split}.parquet"
         pq.write_table(pq.read_table(data / f"{split}.parquet").slice(0, count), path)
