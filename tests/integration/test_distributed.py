@@ -33,8 +33,6 @@ HALF = ("data.batch_size=8", "data.eval_batch_size=32")
 LONGER = ("train.num_steps=12", "train.checkpoint.keep=9")
 AVERAGED = ("train.weight_averaging={ema {decay: 0.7}}",)
 VARIANTS = {
-    "replicated": ("model.embedding.placement=REPLICATED",),
-    "table_wise": ("train.sharding.kind=TABLE_WISE",),
     "accumulated": ("train.accumulate_batches=2",),
     "averaged": AVERAGED,
     "averaged_replicated": (
