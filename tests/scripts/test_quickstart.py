@@ -1,4 +1,7 @@
-"""scripts/quickstart as it is, where an install stands in: `test_bootstrap.py` has that part."""
+"""scripts/quickstart as it is, with a short training, where an install stands in.
+
+`test_bootstrap.py` has the install, and `integration/test_ready_configs.py` the config.
+"""
 
 import re
 import shlex
@@ -12,9 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_quickstart_from_training_to_predictions(tmp_path):
-    for name in ("recsys", "tests", "configs"):
+    for name in ("recsys", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "scripts").mkdir()
+    for name in ("configs", "scripts"):
+        (tmp_path / name).mkdir()
+    config = (ROOT / "configs" / "quickstart.config").read_text(encoding="utf-8")
+    assert "num_epochs: 2" in config and "warmup_steps: 50" in config
+    short = config.replace("num_epochs: 2", "num_steps: 30").replace("warmup_steps: 50", "warmup_steps: 10")
+    (tmp_path / "configs" / "quickstart.config").write_text(short, encoding="utf-8")
     script = tmp_path / "scripts" / "quickstart"
     script.write_text((ROOT / "scripts" / "quickstart").read_text(encoding="utf-8"))
     (tmp_path / "scripts" / "_bootstrap.sh").write_text("bootstrap() { :; }\n")
