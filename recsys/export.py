@@ -20,10 +20,10 @@ def run(call: cli.Call) -> None:
     import torch
 
     from recsys.inference import compiler, exporter, package_files, triton_repository
-    from recsys.models import build_model
     from recsys.training import checkpoint
     from recsys.training.resume import require_same_model
     from recsys.training.session import CHECKPOINTS
+    from recsys.training.stored_table import load_model
 
     if call.flags.sign_key is not None:
         package_files.load_private_key(call.flags.sign_key)
@@ -31,8 +31,10 @@ def run(call: cli.Call) -> None:
     pipeline = call.pipeline
     path = checkpoint.find(call.run_dir / CHECKPOINTS, call.flags.checkpoint)
     require_same_model(checkpoint.read_state(path), pipeline, path)
-    model = build_model(pipeline)
-    checkpoint.load_weights(path, model)
+    model, tables = load_model(path, pipeline)
+    if pipeline.export.tables.dtype and not tables:
+        limit = pipeline.export.tables.memory_map_above_bytes
+        log.warning("export.tables.dtype has no effect: no table has more than %d bytes", limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [batch.to(device) for batch in exporter.comparison_rows(pipeline)]
     step = int(path.name.removeprefix("step-"))
@@ -43,7 +45,8 @@ def run(call: cli.Call) -> None:
     for_triton = call.flags.format == "triton"
     output = Path(call.flags.output or call.run_dir / ("triton" if for_triton else "export"))
     place = triton_repository.require_free(output) if for_triton else output
-    done = exporter.export(exporter.ExportSource(pipeline, model.to(device).eval(), step, rows), place)
+    source = exporter.ExportSource(pipeline, model.to(device), step, rows, tables)
+    done = exporter.export(source, place)
     log.info("%d real rows agree with the evaluated model to %.1e", done.rows, done.difference)
     log.info("package: %s", done.folder)
     if call.flags.sign_key is not None:

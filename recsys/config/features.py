@@ -92,6 +92,11 @@ class Table:
     sharded: bool = True
     precision: int = pb.FP32
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the trained numbers."""
+        return self.rows * self.width * (2 if self.precision == pb.FP16 else 4)
+
 
 def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
     """Returns the columns of features in event files: in the config's order of features, and for each feature
@@ -166,6 +171,12 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
         if not model.embeds_items:
             del by_name[table.name]
     return list(by_name.values())
+
+
+def mapped_tables(pipeline: pb.Pipeline) -> list[Table]:
+    """Returns the tables that a package keeps in files of their own, by `export.tables`."""
+    limit = pipeline.export.tables.memory_map_above_bytes
+    return [table for table in tables(pipeline) if table.num_bytes > limit]
 
 
 def is_sharded(pipeline: pb.Pipeline, table: str) -> bool:

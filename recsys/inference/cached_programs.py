@@ -9,14 +9,12 @@ Between two calls a cache is a `UserCache`, which can be moved and from which us
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.inference.program import Program
 from recsys.models.base import Model
 from recsys.models.signature import TensorSpec
 from recsys.scoring.cache import UserCache
@@ -85,31 +83,20 @@ class CachedPrograms:
     @classmethod
     def load(
         cls,
-        folder: Path,
         description: CachedDescription,
         pipeline: pb.Pipeline,
-        device: torch.device,
-        op_libraries: Sequence[str],
-        weights: Mapping[str, Tensor],
+        load_program: Callable[[str, list[dict]], Run],
     ) -> "CachedPrograms":
         """Loads the programs of a package.
 
         Args:
-            folder: the package's folder.
             description: the programs' entry in `package.json`.
             pipeline: the resolved config of the package.
-            device: the device for which the package was compiled.
-            op_libraries: modules that register operators.
-            weights: the weights of all programs.
+            load_program: loads a program, given its file's name and its inputs as JSON.
         """
-
-        def program(name: str, entries: list[dict]) -> Program:
-            specs = [TensorSpec.from_json(entry) for entry in entries]
-            return Program(folder / name, specs, device, op_libraries, weights)
-
         cache_spec = CacheSpec.from_json(description.form)
-        programs = program(PREFILL, description.prefill), program(CACHED, description.cached)
-        return cls(pipeline, cache_spec, *programs)
+        prefill = load_program(PREFILL, description.prefill)
+        return cls(pipeline, cache_spec, prefill, load_program(CACHED, description.cached))
 
     def prefill(self, batch: Batch) -> UserCache:
         """Encodes users and histories on the package's device. Candidates of the batch are ignored."""

@@ -1,6 +1,7 @@
 """Lets a `Predictor` use a model in eager mode instead of an exported package."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,10 @@ class EagerPackage:
     Args:
         model: a model on any device. It is put into evaluation mode and must keep its weights while this
             object is used, because the vectors of all items are computed here.
+        folder: the checkpoint of the weights, if they have one.
 
     Attributes:
+        folder: folder whose manifest identifies the weights; None if there is none.
         pipeline: the resolved config of the model.
         description: the device and the outputs.
         items: float32 [V, E] on the host, the vectors of all items in the order of the vocabulary, if the
@@ -46,8 +49,9 @@ class EagerPackage:
         device: the device that computes.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, folder: Path | None = None) -> None:
         declared = model_of(model.pipeline)
+        self.folder = folder
         self.pipeline = model.pipeline
         self.device = next(model.parameters()).device
         self.description = EagerDescription(self.device.type, declared.outputs)

@@ -12,8 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import fsspec
@@ -37,14 +37,25 @@ from recsys.inference.cached_programs import CachedDescription
 from recsys.inference.compiler import compile_graph, instruction_set, require_compiler
 from recsys.inference.golden import golden_tensors, write_tensors
 from recsys.inference.item_embeddings import write_vectors
+from recsys.inference.mapped_tables import (
+    MappedTable,
+    RowInputs,
+    TrainedTable,
+    by_column,
+    write_tables,
+)
 from recsys.models.base import Model, layout_rule
 from recsys.models.check_kernels import check_kernels
 from recsys.models.item_tower import example_items, first_items, flatten_items, item_signature
 from recsys.models.signature import TensorSpec
+from recsys.modules.metrics.base import compute_all
 from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature
 
 GOLDEN_ROWS = 8
 """Number of golden rows, and of golden items, that a package checks itself against at every load."""
+
+QUANTIZATION = "quantization.json"
+"""File of a package with its metrics on the rows of the comparison before and after quantization."""
 
 ITEM_TRIAL = ".trial/items.safetensors"
 HOW = {"cached": ", when it scores with a cache,", "items": " about items"}
@@ -80,12 +91,15 @@ class ExportSource:
         model: the model with trained weights, in evaluation mode, on the device that the package is for.
         step: number of optimizer steps that trained the weights.
         batches: real rows, in batches of several sizes; the first batch is the golden batch.
+        tables: the trained tables that become files of the package; the model has none of them, see
+            `EmbeddingGroup.move_outside`.
     """
 
     pipeline: pb.Pipeline
     model: Model
     step: int
     batches: list[Batch]
+    tables: Mapping[str, TrainedTable] = field(default_factory=dict)
 
 
 def export(source: ExportSource, folder: Path) -> Exported:
@@ -113,17 +127,18 @@ def export(source: ExportSource, folder: Path) -> Exported:
             "there are no rows to compare the package on: data.validation and data.train are empty"
         )
     graph = ScoringGraph(source.model)
-    expected = [_score(graph, batch) for batch in source.batches]
-    if not any(output.numel() for output in expected):
+    if not any(_score(graph, batch).numel() for batch in source.batches):
         raise RecsysError(
             "the rows to compare the package on (data.validation, else data.train) have no candidates, so "
             "nothing would be compared"
         )
     place = Path(folder).resolve()
     with files.whole_folder(place) as aside, files.naming_full_disk(place):
+        mapped = _write_tables(source, aside)
+        expected = [_score(graph, batch) for batch in source.batches]
         log.info("capturing and compiling the scoring graph")
-        _compile_programs(source, graph, aside)
-        _write_sides(source, aside, expected[0])
+        _compile_programs(source, graph, aside, mapped)
+        _write_sides(source, aside, expected[0], mapped)
         files.write_manifest(aside)
         log.info("loading the package in a fresh process and comparing it on real rows")
         difference = _prove(source, aside, expected)
@@ -154,14 +169,53 @@ def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
     return batches
 
 
-def _compile_programs(source: ExportSource, graph: ScoringGraph, folder: Path) -> None:
+def _write_tables(source: ExportSource, folder: Path) -> dict[str, MappedTable]:
+    """Writes the tables that become files, and makes the model look their rows up there."""
+    outside = source.model.embed.outside
+    if outside is None:
+        return {}
+    dtype = source.pipeline.export.tables.dtype
+    trained = _metrics(source) if dtype else {}
+    mapped = write_tables(folder, source.tables, dtype)
+    outside.look_ups = {name: table.look_up for name, table in mapped.items()}
+    if dtype:
+        _report_quantization(source, folder, trained)
+    return mapped
+
+
+def _report_quantization(source: ExportSource, folder: Path, trained: dict[str, float]) -> None:
+    """Logs and stores the model's metrics with tables as trained and with those of the package."""
+    dtype = pb.ExportTables.Dtype.Name(source.pipeline.export.tables.dtype)
+    rows = sum(len(batch.uih_lengths) for batch in source.batches)
+    metrics = {name: {"trained": trained[name], "package": value} for name, value in _metrics(source).items()}
+    for name, value in metrics.items():
+        log.info("%s on %d rows: %.5f as trained, %.5f with %s", name, rows, *value.values(), dtype)
+    content = json.dumps({"dtype": dtype, "rows": rows, "metrics": metrics}, indent=1)
+    (folder / QUANTIZATION).write_text(content + "\n", encoding="utf-8")
+
+
+def _metrics(source: ExportSource) -> dict[str, float]:
+    device = next(source.model.parameters()).device
+    metrics = {name: metric.to(device) for name, metric in source.model.metrics().items()}
+    with torch.no_grad():
+        for batch in source.batches:
+            source.model.update_metrics(metrics, source.model(batch), batch)
+    return compute_all(metrics)
+
+
+def _compile_programs(
+    source: ExportSource, graph: ScoringGraph, folder: Path, mapped: dict[str, MappedTable]
+) -> None:
     """Compiles the whole model, the item tower and, with `export.cached_scoring`, the cached programs."""
     pipeline, example = source.pipeline, _example(source.batches)
     cached = pipeline.export.cached_scoring
     weights: dict[str, Tensor] | None = {} if cached else None
+    tables = by_column(pipeline, mapped)
 
     def compile_to(graph: nn.Module, specs: list[TensorSpec], inputs: tuple[Tensor, ...], name: str) -> None:
-        compile_graph(graph, specs, inputs, folder / name, pipeline, weights)
+        rows = RowInputs(specs, tables)
+        graph, inputs = rows.added_to(graph, source.model.embed.outside), (*inputs, *rows.of(inputs))
+        compile_graph(graph, [*specs, *rows.specs], inputs, folder / name, pipeline, weights)
 
     compile_to(graph, scoring_signature(pipeline), inputs_of(example, pipeline), package.MODEL)
     tower = source.model.item_tower()
@@ -208,7 +262,7 @@ def _example(batches: list[Batch]) -> Batch:
     )
 
 
-def _write_sides(source: ExportSource, folder: Path, golden: Tensor) -> None:
+def _write_sides(source: ExportSource, folder: Path, golden: Tensor, mapped: dict[str, MappedTable]) -> None:
     """Writes every file of the package except the compiled graphs."""
     pipeline, model = source.pipeline, source.model
     stored = pb.Pipeline()
@@ -240,6 +294,7 @@ def _write_sides(source: ExportSource, folder: Path, golden: Tensor) -> None:
         max_batch_size=pipeline.export.max_batch_size,
         tolerance=pipeline.export.parity_tolerance,
         item_inputs=item_inputs,
+        tables=[table.entry for table in mapped.values()],
     )
     if pipeline.export.cached_scoring:
         description.cached = asdict(CachedDescription.of(model))

@@ -6,6 +6,7 @@
     model.pt2                AOTInductor package of the scoring graph: native code, as safe as its sender
     config.resolved          the resolved config of the training run
     vocabulary/              original ids of every table
+    tables/                  large embedding tables, memory-mapped; see `mapped_tables`
     item_embeddings.parquet  retrieval: `id` and `vector` of every item, in the order of its vocabulary file
     item_tower.pt2           retrieval with an item encoder: the graph from items to vectors
     golden.safetensors       a few real rows with the evaluated model's answers, compared at every load
@@ -39,6 +40,7 @@ from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedP
 from recsys.inference.golden import golden_inputs, largest_difference
 from recsys.inference.item_embeddings import FILE as VECTORS
 from recsys.inference.item_embeddings import new_items, read_vectors
+from recsys.inference.mapped_tables import RowInputs, TableEntry, by_column, open_tables
 from recsys.inference.package_files import check_files, require_inside
 from recsys.inference.program import PackageError, Program
 from recsys.models.signature import TensorSpec
@@ -71,6 +73,7 @@ class Description:
         op_libraries: Python modules that register operators of the graph, imported before it is loaded.
         cached: the programs that score with a cache, as `CachedDescription`; None if there are none.
         item_inputs: the inputs of the item tower, in the form of `inputs`; None if there is no tower.
+        tables: the embedding tables that are files of their own, if there are any.
     """
 
     kind: str
@@ -85,6 +88,7 @@ class Description:
     versions: dict[str, str] = field(default_factory=environment.versions)
     cached: dict | None = None
     item_inputs: list[dict] | None = None
+    tables: list[TableEntry] = field(default_factory=list)
     format: int = FORMAT
 
 
@@ -152,20 +156,28 @@ class Package:
         if model_of(self.pipeline).item_feature is not None:
             self.items = read_vectors(folder)
             _require_vector_each(folder, self.items, self.pipeline)
-        specs = [TensorSpec.from_json(entry) for entry in self.description.inputs]
-        device, libraries = torch.device(self.description.device), self.description.op_libraries
-        self.cached, weights = None, None
+        device, weights = torch.device(self.description.device), None
+        mapped = open_tables(folder, self.description.tables)
+        tables, libraries = by_column(self.pipeline, mapped), self.description.op_libraries
+
+        def program(name: str, inputs: list[dict]) -> Program:
+            specs = [TensorSpec.from_json(entry) for entry in inputs]
+            rows = RowInputs(specs, tables)
+            return Program(
+                folder / name, specs, device, libraries, weights, rows.of if rows.columns else None
+            )
+
+        self.cached = None
         if self.description.cached is not None:
             entry = CachedDescription(**self.description.cached)
             # `load_file` takes "cuda" for the first GPU, not for the GPU of this process.
             place = f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" else "cpu"
             weights = load_file(folder / WEIGHTS, device=place)
-            self.cached = CachedPrograms.load(folder, entry, self.pipeline, device, libraries, weights)
-        self._program = Program(folder / MODEL, specs, device, libraries, weights)
+            self.cached = CachedPrograms.load(entry, self.pipeline, program)
+        self._program = program(MODEL, self.description.inputs)
         self.item_tower = None
         if self.description.item_inputs is not None:
-            of_items = [TensorSpec.from_json(entry) for entry in self.description.item_inputs]
-            self.item_tower = Program(folder / ITEM_TOWER, of_items, device, libraries)
+            self.item_tower = program(ITEM_TOWER, self.description.item_inputs)
 
     def run(self, batch: Batch) -> Tensor:
         """Scores a batch; returns predictions [N, tasks] of a ranker or queries [B, E] of a retriever.
@@ -301,7 +313,11 @@ def require_replaceable(folder: Path) -> None:
 
 def write_description(folder: Path, description: Description) -> None:
     """Writes `package.json`."""
-    (folder / DESCRIPTION).write_text(json.dumps(asdict(description), indent=1) + "\n", encoding="utf-8")
+    content = asdict(description)
+    if not description.tables:
+        # Versions that do not know such tables can then read the package.
+        del content["tables"]
+    (folder / DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def architecture() -> str:

@@ -161,8 +161,11 @@ def alone_in(output: Path, *, shared: bool = False) -> Iterator[None]:
 
 def note_job(predictor: Predictor, source: Source, output: Path) -> None:
     """Records package, settings and input in the folder; raises RecsysError on parts of another job."""
+    weights = predictor.package.folder
+    if weights is None:
+        raise ValueError("files are predicted with a package or a checkpoint, whose manifest is recorded")
     job = {
-        "package": files.sha256(predictor.package.folder / files.MANIFEST),
+        "package": files.sha256(weights / files.MANIFEST),
         "predict": str(predictor.settings).split("\n"),
         "key_columns": list(predictor.pipeline.data.key_columns),
         "input": [asdict(mark) for mark in source.marks()],

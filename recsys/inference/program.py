@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -32,6 +32,8 @@ class Program:
         device: the device that the program was compiled for.
         op_libraries: modules that register the program's operators, imported first.
         weights: the weights by name, if the file does not hold them. They are not copied.
+        look_up: looks up the inputs that follow those of `specs`, given these; None if there are no more. See
+            `mapped_tables`.
 
     Raises:
         PackageError: a weight is missing, or the file is not an AOTInductor package.
@@ -45,6 +47,7 @@ class Program:
         device: torch.device,
         op_libraries: Sequence[str] = (),
         weights: Mapping[str, Tensor] | None = None,
+        look_up: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
     ):
         for name in op_libraries:
             _import(name, path)
@@ -62,6 +65,7 @@ class Program:
         finally:
             loader.removeFilter(_is_not_target_warning)
         self._specs, self._device, self._process = list(specs), device, os.getpid()
+        self._look_up = look_up
         # The program holds pointers to the weights, so they must live as long as the program.
         self._weights = None if weights is None else self._load_weights(weights, path)
 
@@ -77,7 +81,9 @@ class Program:
                 "a package cannot be used in a fork of the process that loaded it: load it in each "
                 "process, or start processes by the methods spawn or forkserver"
             )
-        moved = check_inputs(tuple(_to(self._device, tensor) for tensor in inputs), self._specs)
+        checked = check_inputs(tuple(inputs), self._specs)
+        looked_up = self._look_up(checked) if self._look_up is not None else ()
+        moved = [_to(self._device, tensor) for tensor in (*checked, *looked_up)]
         enter_device(self._device)
         with torch.no_grad():
             output = self._compiled(*moved)

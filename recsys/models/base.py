@@ -20,6 +20,7 @@ from recsys.config.declarations import mixer_of
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.embedding import EmbeddingGroup
 from recsys.modules.mixers.base import AttentionUse, Mixer
+from recsys.modules.outside_tables import LookUp
 from recsys.modules.precision import COMPUTE_DTYPES
 
 
@@ -166,16 +167,21 @@ def add_rows(metrics: Mapping[str, Metric], rows: MetricRows) -> None:
         metric.update(*rows[name.rpartition("/")[0]])
 
 
-def build_model(pipeline: pb.Pipeline, *, whole: bool = True) -> Model:
+def build_model(
+    pipeline: pb.Pipeline, *, whole: bool = True, outside: Mapping[str, LookUp] | None = None
+) -> Model:
     """Builds the model of a resolved pipeline on the CPU, with weights from torch's global generator.
 
     Args:
         pipeline: resolved.
         whole: allocate large sharded tables too. False leaves them on the meta device, for
             `training.distributed.shard`, which allocates on each rank its part of them.
+        outside: functions that look up rows of tables that the model does not get, by the table's name.
     """
     model = registry.pick(pipeline.model)
     built = model.cls(model.config, pipeline=pipeline)
+    if outside:
+        built.embed.move_outside(outside)
     if whole:
         built.embed.materialize()
     return built

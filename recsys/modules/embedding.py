@@ -22,6 +22,7 @@ from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.modules import table_values
 from recsys.modules.losses.base import widen
+from recsys.modules.outside_tables import LookUp, OutsideTables
 from recsys.modules.table_values import BlockNormal
 from recsys.ops import segment_sum
 
@@ -31,6 +32,10 @@ of a module."""
 
 LARGE = "_large"
 """Suffix of the key of a collection whose tables are built on the meta device."""
+
+OUTSIDE = "outside"
+"""Key of the stand-in for tables that are not part of the model, see `EmbeddingGroup.move_outside`."""
+
 _WEIGHT = re.compile(r"(?:.*\.)?tables\.dim_[0-9]+\w*\.embeddings\.(.+)_table\.weight")
 
 
@@ -54,7 +59,7 @@ class EmbeddingGroup(nn.Module):
     Attributes:
         tables: an `EmbeddingCollection` for each width, since a collection has a single width; keys such as
             `dim_64`. Large tables, and tables whose placement is not `model.embedding.placement`, have
-            collections of their own.
+            collections of their own. After `move_outside`, `outside` stands in for the removed tables.
         join: makes one vector per row, event or candidate of the looked-up rows and the numbers.
     """
 
@@ -109,6 +114,36 @@ class EmbeddingGroup(nn.Module):
             yield
         finally:
             self._given = None
+
+    def move_outside(self, look_ups: Mapping[str, LookUp]) -> None:
+        """Removes tables and their weights, and looks their rows up by functions from then on.
+
+        Args:
+            look_ups: by name of the table, the function that looks up its rows.
+        """
+        columns, widths = {}, {}
+        for key, tables in list(self.tables.items()):
+            kept = []
+            for config in tables.embedding_configs():
+                name = config.name.removesuffix(SUFFIX)
+                if name in look_ups:
+                    columns[name], widths[name] = config.feature_names, config.embedding_dim
+                else:
+                    kept.append(config)
+            if not kept:
+                del self.tables[key]
+            elif len(kept) < len(tables.embedding_configs()):
+                smaller = EmbeddingCollection(tables=kept, device=torch.device("meta"))
+                for config in kept:
+                    smaller.embeddings[config.name] = tables.embeddings[config.name]
+                self.tables[key] = smaller
+        if columns:
+            self.tables[OUTSIDE] = OutsideTables(columns, widths, look_ups)
+
+    @property
+    def outside(self) -> OutsideTables | None:
+        """The stand-in for the tables that `move_outside` removed; None if it removed none."""
+        return self.tables[OUTSIDE] if OUTSIDE in self.tables else None
 
     def materialize(self) -> None:
         """Allocates whole tables on the CPU for those on the meta device, with their initial values."""

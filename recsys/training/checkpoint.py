@@ -11,7 +11,7 @@ no code from its files.
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from torchrec.distributed.types import ShardedTensor
 
 from recsys import files, typed_json
 from recsys.errors import ConfigError, RecsysError
+from recsys.modules.embedding import table_of
 from recsys.training import host_copies
 from recsys.training.checkpoint_writer import STATE, StateWriter, in_background, message_of
 from recsys.training.distributed import gather, on_main
@@ -260,18 +261,23 @@ def load(path: Path, tensors: Tensors, prefix: str = "") -> None:
     _load(path, tensors, prefix, alone=False)
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: nn.Module, outside: Collection[str] = ()) -> None:
     """Fills a model that is not sharded with the weights of a saved state. Not collective.
 
     Averaged weights, if the state has them, replace the others. Any number of ranks may have written the
     state.
+
+    Args:
+        path: the folder of the state.
+        model: the model.
+        outside: embedding tables that are not part of the model; see `stored_table` to read them.
 
     Raises:
         RecsysError: the state is damaged, or a weight is missing, unknown, or has another shape or type.
     """
     require_whole(path)
     weights = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
-    _load_evaluated(path, weights, alone=True)
+    _load_evaluated(path, weights, alone=True, outside=outside)
 
 
 def load_evaluated(path: Path, weights: Tensors) -> None:
@@ -297,8 +303,9 @@ def local_parts(tensors: Tensors) -> list[Tensor]:
     return [part for tensor in tensors.values() for part in host_copies.local_parts(tensor)]
 
 
-def _load_evaluated(path: Path, weights: Tensors, alone: bool) -> None:
-    entries = read_metadata(path).state_dict_metadata
+def _load_evaluated(path: Path, weights: Tensors, alone: bool, outside: Collection[str] = ()) -> None:
+    stored = read_metadata(path).state_dict_metadata
+    entries = {name: entry for name, entry in stored.items() if table_of(name) not in outside}
     averaged = {MODEL + name.removeprefix(AVERAGE) for name in entries if name.startswith(AVERAGE)}
     prefixed = {n: x for n, x in entries.items() if n.startswith((MODEL, AVERAGE)) and n not in averaged}
     wanted = {

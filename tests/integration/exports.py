@@ -18,6 +18,8 @@ RETRIEVER = (
     "train.schedule.warmup_steps=0",
     "train.evaluation.every_steps=12",
     "data.num_workers=0",
+    # The items are a file of the package, and genres and years are compiled.
+    "export.tables.memory_map_above_bytes=1000000",
 )
 
 

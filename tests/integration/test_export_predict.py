@@ -22,8 +22,12 @@ from recsys.errors import ConfigError, DataError
 from recsys.inference import exporter
 from recsys.inference.package import Package
 from recsys.inference.predictor import Predictor
+from recsys.training import checkpoint
+from recsys.training.restricted_unpickler import read_chunks
 from tests.integration.exports import Exported
 from tests.integration.runs import ROOT, command, command_in_new_process, evaluate
+
+ITEM_TABLE = "embed.tables.dim_50.embeddings.item_id_table.weight"
 
 
 def predict(package: Path, rows: Path, output: Path, *flags: object) -> pa.Table:
@@ -62,6 +66,36 @@ def test_a_rankers_predictions_have_the_evaluated_quality(ranker, tmp_path):
     seconds = rows["candidate_watch_time"].combine_chunks().flatten().to_numpy()[kept]
     predicted = actual["watch_time"].combine_chunks().flatten().to_numpy()[kept]
     assert np.abs(predicted - seconds).mean() == pytest.approx(metrics["watch_time/mae"], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["ranker", "retriever"])
+def test_a_checkpoint_predicts_like_its_package_without_a_compiler(family, request, tmp_path):
+    exported = request.getfixturevalue(family)
+    flags = ("--run-dir", exported.run, "--input", exported.rows, "--output", tmp_path / "run")
+    said = command("predict", "--checkpoint", "best", *flags, cwd=ROOT, PATH="", CXX="/no/such/g++")
+    assert "which is not compiled" in said
+    actual = pq.read_table(tmp_path / "run")
+    expected = predict(exported.package, exported.rows, tmp_path / "package")
+    assert actual.column_names == expected.column_names
+    for name in ("is_click", "watch_time") if family == "ranker" else ("score",):
+        ours, theirs = (table[name].combine_chunks().flatten().to_numpy() for table in (actual, expected))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    said = command("predict", "--checkpoint", "best", "--package", exported.package, code=2)
+    assert "--checkpoint: give it with --run-dir, without --package" in said
+
+
+def test_a_large_table_is_a_file_of_its_own(retriever, tmp_path):
+    described = json.loads((retriever.package / "package.json").read_text())
+    assert described["tables"] == [{"name": "item_id", "dtype": "float32", "rows": 9126, "width": 50}]
+    stored = np.load(retriever.package / "tables" / "item_id.npy")
+    (chunk,) = read_chunks(checkpoint.find(retriever.run / "checkpoints", "best"), "model." + ITEM_TABLE)
+    assert np.array_equal(stored, chunk[1].numpy())
+    assert (retriever.package / "model.pt2").stat().st_size < stored.nbytes
+
+
+def test_a_package_without_large_tables_is_what_it_was(ranker):
+    assert "tables" not in json.loads((ranker.package / "package.json").read_text())
+    assert not (ranker.package / "tables").exists()
 
 
 def test_a_retrievers_predictions_have_the_evaluated_quality(retriever, tmp_path):

@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 
 from recsys import protos as pb
-from recsys.config import fields, registry
+from recsys.config import features, fields, registry
 from recsys.config.checks.walk import Finding
 from recsys.config.declarations import MixerDeclaration, mixer_of, model_of
+
+INT4_WIDTH = 4
+"""FBGEMM quantizes rows of a multiple of this number of columns to INT4."""
 
 
 def caching_mixers() -> list[str]:
@@ -35,4 +38,18 @@ def _cached_scoring(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding(path, f"{problem} {' or '.join(caching_mixers())}")
 
 
-RULES = (_cached_scoring,)
+def _int4_width(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.export.tables.dtype != pb.ExportTables.INT4 or not model_of(pipeline).kind:
+        return
+    try:
+        tables = features.mapped_tables(pipeline)
+    except ValueError:
+        # The item feature of the model is missing, which another rule reports.
+        return
+    for table in tables:
+        if table.width % INT4_WIDTH:
+            problem = f"INT4 needs tables whose width is a multiple of {INT4_WIDTH}, and {table.name} has"
+            yield Finding("export.tables.dtype", f"{problem} {table.width} columns; use INT8")
+
+
+RULES = (_cached_scoring, _int4_width)
