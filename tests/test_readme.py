@@ -80,6 +80,8 @@ NOT_RUN = {
     "torchrun --nproc-per-node 4 -m recsys.predict --package runs/clicks/export --input data/clicks/latest "
     "--output scores": "tests/integration/test_predict_processes.py",
     "recsys export --run-dir runs/clicks --format triton --output models": "tests/integration/test_triton.py",
+    "recsys export --run-dir runs/clicks "
+    "--set 'export.tables={memory_map_above_bytes: 100000000 dtype: INT8}'": "tests/inference",
     "recsys export --run-dir runs/clicks --sign-key key.pem": "tests/inference/test_package_files.py",
     "recsys predict --package runs/clicks/export --verify-key key.pub --input data/clicks/latest "
     "--output scores": "tests/integration/test_signed.py",

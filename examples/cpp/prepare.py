@@ -39,8 +39,8 @@ def main(folder: Path, output: Path) -> None:
         )
     if package.description.tables:
         raise RecsysError(
-            f"{folder}: the example does not look up tables that are files of their own; export with a larger "
-            "export.tables.memory_map_above_bytes"
+            f"{folder}: the example does not look up tables that are files of their own; export with a "
+            "larger export.tables.memory_map_above_bytes"
         )
     output.mkdir(parents=True, exist_ok=True)
     columns = {column.name: column for column in file_columns(pipeline, "predict")}
