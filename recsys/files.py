@@ -162,9 +162,9 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
             yield True
 
 
-def write_manifest(folder: Path, hashed: Mapping[str, "ListedFile"] | None = None) -> None:
+def write_manifest(folder: Path, hashed: Mapping[str, "ListedFile"] | None = None) -> dict[str, "ListedFile"]:
     """Writes `manifest.json` with the hash and size in bytes of every other file of a folder but an old
-    signature.
+    signature, and returns its entries by path in the folder.
 
     Args:
         folder: the folder.
@@ -173,6 +173,7 @@ def write_manifest(folder: Path, hashed: Mapping[str, "ListedFile"] | None = Non
     entries = listed(folder, "*", leave_out={MANIFEST, SIGNATURE, *(hashed or {})}) | dict(hashed or {})
     content = {"files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
     write_text(folder / MANIFEST, json.dumps(content, indent=1))
+    return entries
 
 
 def listed(folder: Path, pattern: str, leave_out: Collection[str] = ()) -> dict[str, "ListedFile"]:

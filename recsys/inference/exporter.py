@@ -139,9 +139,10 @@ def export(source: ExportSource, folder: Path) -> Exported:
         log.info("capturing and compiling the scoring graph")
         _compile_programs(source, graph, aside, mapped)
         _write_sides(source, aside, expected[0], mapped)
-        files.write_manifest(aside)
+        hashed = files.write_manifest(aside)
         log.info("loading the package in a fresh process and comparing it on real rows")
         difference = _prove(source, aside, expected)
+        files.write_manifest(aside, hashed)
     rows = sum(len(batch.uih_lengths) for batch in source.batches)
     return Exported(Path(folder), rows, difference)
 
@@ -365,7 +366,6 @@ def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
     rows = sum(len(batch.uih_lengths) for batch in source.batches)
     report = {"rows": rows, "batches": len(differences), **report, "allowed": allowed}
     (folder / "parity.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    files.write_manifest(folder)
     return difference
 
 
