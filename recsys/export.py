@@ -32,9 +32,6 @@ def run(call: cli.Call) -> None:
     path = checkpoint.find(call.run_dir / CHECKPOINTS, call.flags.checkpoint)
     require_same_model(checkpoint.read_state(path), pipeline, path)
     model, tables = load_model(path, pipeline)
-    if pipeline.export.tables.dtype and not tables:
-        limit = pipeline.export.tables.memory_map_above_bytes
-        log.warning("export.tables.dtype has no effect: no table has more than %d bytes", limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [batch.to(device) for batch in exporter.comparison_rows(pipeline)]
     step = int(path.name.removeprefix("step-"))

@@ -9,19 +9,13 @@ import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import recsys.config as config
 from recsys import cli
 from recsys.errors import ConfigError
-from recsys.package_flags import add_verify_key, package_folder, packaged_config
+from recsys.package_flags import add_verify_key, config_to_predict, load_to_predict
 
 MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
 """Fields of a package's config that `--set` may change; all other fields were compiled in."""
-
-if TYPE_CHECKING:
-    from recsys.inference.eager import EagerPackage
-    from recsys.inference.package import Package
 
 log = logging.getLogger("recsys.predict")
 
@@ -44,7 +38,7 @@ def run(call: cli.Call) -> None:
 
     # The process group comes first, because it chooses the GPU of this process.
     with process_group(PATIENCE):
-        package = _load(call)
+        package = load_to_predict(call)
         predictor = Predictor(package, call.pipeline)
         source = open_source(given_source(call.flags.input, call.pipeline), predictor.pipeline)
         if call.dry_run:
@@ -52,41 +46,6 @@ def run(call: cli.Call) -> None:
             return
         done = predict(predictor, source, Path(call.flags.output or call.run_dir / "predictions"))
     log.info("%d rows, %d of them left out as bad: %s", done.rows, done.left_out, done.folder)
-
-
-def _load(call: cli.Call) -> "Package | EagerPackage":
-    flags = call.flags
-    if flags.checkpoint is None:
-        from recsys.inference.package import Package
-
-        return Package(package_folder(flags), verify_key=flags.verify_key)
-    import torch
-
-    from recsys.inference.eager import EagerPackage
-    from recsys.training import checkpoint
-    from recsys.training.resume import require_same_model
-    from recsys.training.session import CHECKPOINTS
-    from recsys.training.stored_table import load_model
-
-    path = checkpoint.find(call.run_dir / CHECKPOINTS, flags.checkpoint)
-    require_same_model(checkpoint.read_state(path), call.pipeline, path)
-    log.info("predicting with %s, which is not compiled", path)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return EagerPackage(load_model(path, call.pipeline).model.to(device), path)
-
-
-def _config_file(flags: argparse.Namespace) -> Path:
-    """Returns the config of the package or, with `--checkpoint`, of the run."""
-    if flags.checkpoint is None:
-        return packaged_config(flags)
-    if flags.package or flags.verify_key or flags.config:
-        raise ConfigError("--checkpoint: give it with --run-dir, without --package, --verify-key or --config")
-    if flags.run_dir is None:
-        raise ConfigError("--checkpoint: give the run folder that has it in --run-dir")
-    path = Path(flags.run_dir) / config.FILE_NAME
-    if not path.is_file():
-        raise ConfigError(f"--run-dir {flags.run_dir}: holds no run (no {config.FILE_NAME} in it)")
-    return path
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +61,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("predict", run, arguments, add_flags=_add_flags, config_file=_config_file)
+    return cli.main("predict", run, arguments, add_flags=_add_flags, config_file=config_to_predict)
 
 
 if __name__ == "__main__":

@@ -172,10 +172,12 @@ def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
 
 def _write_tables(source: ExportSource, folder: Path) -> dict[str, MappedTable]:
     """Writes the tables that become files, and makes the model look their rows up there."""
-    outside = source.model.embed.outside
+    outside, dtype = source.model.embed.outside, source.pipeline.export.tables.dtype
     if outside is None:
+        if dtype:
+            limit = source.pipeline.export.tables.memory_map_above_bytes
+            log.warning("export.tables.dtype has no effect: no table has more than %d bytes", limit)
         return {}
-    dtype = source.pipeline.export.tables.dtype
     trained = _metrics(source) if dtype else {}
     mapped = write_tables(folder, source.tables, dtype)
     outside.look_ups = {name: table.look_up for name, table in mapped.items()}
