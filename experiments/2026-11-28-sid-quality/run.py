@@ -1,0 +1,383 @@
+"""Trains generators of semantic ids on Beauty and MovieLens-1M, and prints metrics beside baselines.
+
+    python run.py tune --data DIR --runs RUNS --record FILE [--gpus 1 --per-gpu 12 --seconds 480]
+        trains every variant of VARIANTS once with the order of the file, and reads its validation metric
+    python run.py final --data DIR --runs RUNS --record FILE ...
+        trains the variant of each kind that was best on validation with three seeds and both orders of equal
+        times, and evaluates it on test, with exact ranks
+    python run.py table --record FILE
+
+Run from the root of the repository, with DIR/sid-quality.tar.xz from `prepare.sh`. A run is `recsys.train`
+and two times `recsys.evaluate`. At the time limit SIGTERM stops and saves all runs; the next call goes on;
+runs in FILE are not repeated, so a fresh machine goes on from the record. `--only beauty/parallel` takes runs
+whose name contains that text.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SEEDS = (1, 2, 3)
+ORDERS = ("file", "shuffle")
+METRICS = ("hit_rate@5", "ndcg@5", "hit_rate@10", "ndcg@10", "hit_rate@20", "ndcg@20", "mrr")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The settings of a model that differ between variants; `kind` is a row of the final table."""
+
+    kind: str
+    bundle: str
+    width: int = 128
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.5
+    epochs: int = 100
+    lr: float = 2e-3
+    temperature: float = 0.07
+    decoder_layers: int = 1
+
+    @property
+    def name(self) -> str:
+        """Kind and settings, without those that the kind ignores."""
+        special = f"t{self.temperature}" if self.kind == "parallel" else f"dec{self.decoder_layers}"
+        sizes = f"w{self.width}-l{self.layers}-d{self.dropout}-e{self.epochs}-lr{self.lr:g}"
+        return f"{self.kind}/{self.bundle}-{sizes}-{special}"
+
+    def writer(self) -> str:
+        """The message of the generator's writer and of its decoding."""
+        if self.kind == "parallel":
+            return f"parallel {{ temperature: {self.temperature} }}"
+        decoder = (
+            f"num_layers: {self.decoder_layers} num_heads: 4 ff_dim: {4 * self.width} dropout: {self.dropout}"
+        )
+        return f"decoder {{ {decoder} }} decoding {{ method: BEAM beam_size: 50 }}"
+
+
+def _ordered(**settings: float) -> Variant:
+    return Variant("in_order", **{"bundle": "rq3", "lr": 1e-3, **settings})
+
+
+def _parallel(**settings: float) -> Variant:
+    return Variant("parallel", **{"bundle": "opq16", **settings})
+
+
+VARIANTS = {
+    "beauty": [
+        _ordered(),
+        _ordered(bundle="rq4"),
+        _ordered(dropout=0.3),
+        _ordered(width=256),
+        _ordered(width=256, layers=4),
+        _ordered(decoder_layers=2),
+        _ordered(epochs=200),
+        _parallel(),
+        _parallel(bundle="opq32"),
+        _parallel(temperature=0.05),
+        _parallel(temperature=0.1),
+        _parallel(width=256),
+        _parallel(width=448),
+        _parallel(dropout=0.3),
+        _parallel(epochs=200),
+    ],
+    "ml-1m": [
+        _ordered(dropout=0.2),
+        _ordered(dropout=0.3, width=256),
+        _ordered(dropout=0.2, layers=4),
+        _ordered(dropout=0.2, decoder_layers=2),
+        _parallel(dropout=0.2),
+        _parallel(dropout=0.2, temperature=0.05),
+        _parallel(dropout=0.3, width=256),
+        _parallel(dropout=0.2, layers=4),
+    ],
+}
+BATCH = {"beauty": 1024, "ml-1m": 256}
+HISTORY = {"beauty": 50, "ml-1m": 200}
+STEPS_PER_EPOCH = {"beauty": 22, "ml-1m": 24}
+ENDINGS = {"beauty": "", "ml-1m": ".parquet"}
+
+CONFIG = """
+data {{
+  train {{ parquet {{ paths: "{root}/train{ending}" }} }}
+  validation {{ parquet {{ paths: "{root}/validation{ending}" }} }}
+  test {{ parquet {{ paths: "{root}/test{ending}" }} }}
+  vocabulary_dir: "{root}/vocabulary"
+  batch_size: {batch}
+  eval_batch_size: {batch}
+  num_workers: 1
+  max_history_len: {history}
+  key_columns: "user_id"
+}}
+features {{ name: "item_id" sides: [HISTORY, CANDIDATE] id {{ vocabulary {{ unknown_rate: 0 }} }} }}
+model {{
+  embedding_dim: {width}
+  precision: BF16
+  generator {{
+    item_feature: "item_id"
+    bundle: "{root}/{bundle}"
+    seen: REMOVE
+    preprocessor {{ uih {{ positional {{ origin: START }} dropout: {dropout} }} }}
+    mixer {{
+      hstu {{
+        num_layers: {layers}
+        num_heads: {heads}
+        qk_dim: {qk_dim}
+        activation: UVQK
+        gate: UGN
+        dropout: {dropout}
+        bias {{ num_time_buckets: 70 }}
+        mask {{ contextual_reads_history: false }}
+      }}
+    }}
+    {writer}
+    {metrics}
+  }}
+}}
+train {{
+  seed: {seed}
+  num_epochs: {epochs}
+  dense_optimizer {{ adamw {{ lr: {lr} beta2: 0.98 weight_decay: 0.01 }} }}
+  schedule {{ warmup_steps: 50 cosine {{}} }}
+  evaluation {{ every_steps: {every} best_metric: "ndcg@10" }}
+  log_every_steps: 100
+}}
+"""
+
+
+@dataclass
+class Run:
+    """A variant on the data of an order with a seed: its folder and, while it runs, its process."""
+
+    dataset: str
+    order: str
+    variant: Variant
+    seed: int
+    arguments: argparse.Namespace
+    process: subprocess.Popen | None = None
+    gpu: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset}/{self.order}/{self.variant.name}/{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.arguments.runs / self.name.replace("/", "_")
+
+    def config(self) -> str:
+        """The config as text."""
+        chosen, name = self.variant, self.dataset
+        metrics = [f"metrics {{ {kind} {{ k: {k} }} }}" for kind in ("ndcg", "hit_rate") for k in (10, 5, 20)]
+        return CONFIG.format(
+            **{key: getattr(chosen, key) for key in ("width", "layers", "heads", "dropout", "epochs", "lr")},
+            root=self.arguments.data / f"{name}-{self.order}",
+            ending=ENDINGS[name],
+            batch=BATCH[name],
+            history=HISTORY[name],
+            bundle=chosen.bundle,
+            qk_dim=chosen.width // chosen.heads,
+            writer=chosen.writer(),
+            metrics="\n    ".join([*metrics, "metrics { mrr {} }"]),
+            seed=self.seed,
+            every=max(1, chosen.epochs // 20) * STEPS_PER_EPOCH[name],
+        )
+
+    def result(self, split: str) -> dict[str, float] | None:
+        """The metrics of a split, if it has been evaluated."""
+        path = self.folder / f"{split}_metrics.json"
+        return json.loads(path.read_text())["metrics"] if path.exists() else None
+
+    def command(self) -> list[str] | None:
+        """The command that comes next; None if the run is done."""
+        if not (self.folder / "trained").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.arguments.runs / f"{self.folder.name}.config"
+            path.write_text(self.config())
+            return ["recsys.train", "--config", str(path), "--run-dir", str(self.folder)]
+        exact = "model.generator.decoding={method: EXACT}"
+        for split in ("validation", "test"):
+            if self.result(split) is None:
+                evaluate = ["recsys.evaluate", "--run-dir", str(self.folder), "--split", split]
+                return evaluate if self.variant.kind == "parallel" else [*evaluate, "--set", exact]
+        return None
+
+    def start(self, gpu: int) -> None:
+        """Starts the next command; its output goes to a file beside the folder of the run."""
+        self.gpu, command = gpu, self.command()
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
+        with open(f"{self.folder}.log", "a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command], env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def goes_on(self) -> bool:
+        """Notes the end of a command, and returns whether another one follows."""
+        if self.process.returncode:
+            tail = Path(f"{self.folder}.log").read_text()[-800:]
+            print(f"{self.name}: failed with {self.process.returncode}: {tail}", flush=True)
+            return False
+        (self.folder / "trained").touch()
+        return self.command() is not None
+
+
+def unpack(data: Path) -> None:
+    if not (data / "beauty-file").exists():
+        with tarfile.open(data / "sid-quality.tar.xz") as tar:
+            tar.extractall(data, filter="data")
+
+
+def runs_to_do(arguments: argparse.Namespace) -> list[Run]:
+    """The runs of a stage, the first seed of everything first."""
+    if arguments.what == "tune":
+        runs = [
+            Run(name, "file", variant, 1, arguments) for name, tried in VARIANTS.items() for variant in tried
+        ]
+    else:
+        best = chosen_variants(load(arguments.record))
+        runs = [
+            Run(name, order, variant, seed, arguments)
+            for seed in SEEDS
+            for (name, _), variant in best.items()
+            for order in ORDERS
+        ]
+    return [run for run in runs if not arguments.only or any(text in run.name for text in arguments.only)]
+
+
+def chosen_variants(record: dict[str, dict]) -> dict[tuple[str, str], Variant]:
+    """The variant of each dataset and kind that was best on validation with seed 1 and the file's order."""
+    best = {}
+    for name, tried in VARIANTS.items():
+        for variant in tried:
+            made = record.get(f"{name}/file/{variant.name}/1")
+            if made is not None:
+                value = made["validation"]["ndcg@10"]
+                key = (name, variant.kind)
+                if key not in best or value > best[key][0]:
+                    best[key] = (value, variant)
+    return {key: variant for key, (_, variant) in best.items()}
+
+
+def baselines(arguments: argparse.Namespace) -> None:
+    """Records popularity and co-occurrence for each dataset and order."""
+    record = load(arguments.record)
+    for run in [
+        Run(name, order, tried[0], 1, arguments) for name, tried in VARIANTS.items() for order in ORDERS
+    ]:
+        key = f"baselines/{run.dataset}/{run.order}"
+        if key not in record:
+            arguments.runs.mkdir(parents=True, exist_ok=True)
+            path = arguments.runs / "baseline.config"
+            path.write_text(run.config())
+            command = [sys.executable, "-m", "recsys.baseline", "--config", str(path), "--json"]
+            made = subprocess.run(command, check=True, capture_output=True, text=True)
+            record[key] = json.loads(made.stdout)
+            arguments.record.write_text(json.dumps(record, indent=1))
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Keeps every GPU busy until all runs are done or the time is over."""
+    deadline = time.monotonic() + arguments.seconds
+    unpack(arguments.data)
+    stopped = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: stopped.append(number))
+    record = load(arguments.record)
+    waiting = [run for run in runs_to_do(arguments) if run.name not in record and run.command()]
+    active: list[Run] = []
+    while (waiting or active) and time.monotonic() < deadline and not stopped:
+        for run in [run for run in active if run.process.poll() is not None]:
+            if run.goes_on():
+                run.start(run.gpu)
+            else:
+                active.remove(run)
+                store(run)
+        for gpu in range(arguments.gpus):
+            while waiting and sum(run.gpu == gpu for run in active) < arguments.per_gpu:
+                active.append(waiting.pop(0))
+                active[-1].start(gpu)
+        time.sleep(0.5)
+    for run in active:
+        run.process.terminate()
+    end = time.monotonic() + 40
+    for run in active:
+        try:
+            run.process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            run.process.kill()
+    for run in runs_to_do(arguments):
+        store(run)
+    print(f"not done: {[run.name for run in [*active, *waiting]]}")
+
+
+def store(run: Run) -> None:
+    """Writes the metrics of a run into the record."""
+    made = {split: run.result(split) for split in ("validation", "test")}
+    if all(made.values()):
+        record = load(run.arguments.record)
+        record[run.name] = made
+        run.arguments.record.write_text(json.dumps(record, indent=1))
+
+
+def load(path: Path) -> dict[str, dict]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def table(record: dict[str, dict]) -> None:
+    """Prints validation of all variants, then the test metrics of those chosen, mean of the seeds."""
+    print("| data | variant | validation HR@10 / NDCG@10 |\n| --- | --- | --- |")
+    for name, tried in VARIANTS.items():
+        for variant in tried:
+            made = record.get(f"{name}/file/{variant.name}/1")
+            if made is not None:
+                values = made["validation"]
+                print(f"| {name} | {variant.name} | {values['hit_rate@10']:.4f} / {values['ndcg@10']:.4f} |")
+    print("\n| data | order | model | seeds |", " | ".join(METRICS), "|")
+    print("| --- " * (4 + len(METRICS)) + "|")
+    for (name, kind), variant in chosen_variants(record).items():
+        for order in ORDERS:
+            keys = [f"{name}/{order}/{variant.name}/{seed}" for seed in SEEDS]
+            made = [record[key]["test"] for key in keys if key in record]
+            cells = [cell([metrics[metric] for metrics in made]) for metric in METRICS] if made else []
+            print(f"| {name} | {order} | {kind} | {len(made)} |", " | ".join(cells), "|")
+    for key, made in record.items():
+        if key.startswith("baselines/"):
+            print(key, json.dumps(made["baselines"]))
+
+
+def cell(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{spread}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["tune", "final", "baselines", "table"])
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/sid-quality"))
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--only", nargs="*")
+    for name, default in (("gpus", 1), ("per-gpu", 12), ("seconds", 480)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    for name in ("data", "runs", "record"):
+        setattr(arguments, name, getattr(arguments, name).resolve())
+    if arguments.what == "baselines":
+        unpack(arguments.data)
+        baselines(arguments)
+    elif arguments.what != "table":
+        train(arguments)
+    table(load(arguments.record))
+
+
+if __name__ == "__main__":
+    main()
