@@ -32,7 +32,7 @@ def run(call: cli.Call) -> None:
             call.flags.split,
             call.flags.checkpoint,
             limit,
-            call.flags.compare_exact,
+            call.flags.compare,
         )
         if processes.is_main:
             for name, value in result.metrics.items():
@@ -47,10 +47,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--split", choices=["train", "validation", "test"], default="test", help="default: test"
     )
     cli.add_checkpoint(parser)
-    parser.add_argument(
+    comparisons = parser.add_mutually_exclusive_group()
+    comparisons.add_argument(
         "--compare-exact",
-        action="store_true",
+        dest="compare",
+        action="store_const",
+        const="exact",
         help="beam search: also the share of the exactly best items that beams of several widths find (slow)",
+    )
+    comparisons.add_argument(
+        "--compare-weights",
+        dest="compare",
+        action="store_const",
+        const="weights",
+        help="ids and codes: also NDCG with other weights of ids; choose one with --split validation",
     )
 
 

@@ -1,33 +1,37 @@
 #!/usr/bin/env bash
-# Prepares both datasets in both orders of equal times, fits all codes on a CPU, and packs everything.
+# Prepares a dataset in an order of equal times, fits its codes on a CPU, and packs both.
 #
-#   prepare.sh OUTPUT ML_1M_ZIP OVERVIEWS_CSV BEAUTY_TXT BEAUTY_TIMES BEAUTY_ITEM_TEXT
+#   prepare.sh OUTPUT beauty-ORDER BEAUTY_TXT BEAUTY_TIMES ITEM_TEXT    ORDER: file or shuffle
+#   prepare.sh OUTPUT ml-1m-ORDER ML_1M_ZIP OVERVIEWS_CSV
 #
-# Run from the root of the repository. Codes are fitted for each order on its own, because co-occurrence reads
-# the order of training events. Vectors are left out of the archive: training reads codes only.
+# Run from the root of the repository; what is done is not repeated. Codes are fitted for each order on its own,
+# because co-occurrence reads the order of training events. The archive has no vectors: training reads codes only.
 set -euo pipefail
-output=$1 ml_1m=$2 overviews=$3 beauty=$4 times=$5 texts=$6
+output=$1 name=$2
 python=${PYTHON:-python}
+data=$output/$name vectors=$output/vectors-$name ties=(--ties "${name##*-}" --seed 1)
 
+once() { # the folder that a command makes, then the command
+    [ -e "$1" ] || "$python" -m "${@:2}" --output "$1"
+}
 fit() { # folder, then settings of `recsys sid fit`
-    "$python" -m recsys.sid fit --embeddings "$output/vectors" --output "$output/$1" "${@:2}" --overwrite
+    once "$data/$1" recsys.sid fit --embeddings "$vectors" "${@:2}"
 }
 
-for order in file shuffle; do
-    ml=$output/ml-1m-$order
-    "$python" -m recsys.prepare movielens --input "$ml_1m" --output "$ml" --ties $order --seed 1 --overwrite
-    "$python" -m recsys.sid embed --data "$ml" --items "$overviews" --item-column movie_id --text-column title \
-        --text-column genres --text-column overview --output "$output/vectors" --overwrite
-    fit "ml-1m-$order/rq3" --balanced
-    fit "ml-1m-$order/opq16" --quantizer opq --levels 16
-    am=$output/beauty-$order
-    "$python" -m recsys.prepare sequences --input "$beauty" --times "$times" --output "$am" \
-        --min-user-events 5 --min-item-events 5 --max-history 50 --ties $order --seed 1 --overwrite
-    "$python" -m recsys.sid embed --data "$am" --items "$texts" --item-column id --text-column title \
-        --text-column categories --output "$output/vectors" --overwrite
-    fit "beauty-$order/rq3" --balanced
-    fit "beauty-$order/rq4" --balanced --levels 4
-    fit "beauty-$order/opq16" --quantizer opq --levels 16
-    fit "beauty-$order/opq32" --quantizer opq --levels 32
-done
-tar -C "$output" -c ml-1m-file ml-1m-shuffle beauty-file beauty-shuffle | xz -9 > "$output/sid-quality.tar.xz"
+case $name in
+beauty-*)
+    once "$data" recsys.prepare sequences --input "$3" --times "$4" --min-user-events 5 --min-item-events 5 \
+        --max-history 50 "${ties[@]}"
+    once "$vectors" recsys.sid embed --data "$data" --items "$5" --item-column id --text-column title \
+        --text-column categories
+    ;;
+ml-1m-*)
+    once "$data" recsys.prepare movielens --input "$3" "${ties[@]}"
+    once "$vectors" recsys.sid embed --data "$data" --items "$4" --item-column movie_id --text-column title \
+        --text-column genres --text-column overview
+    ;;
+esac
+fit rq3 --balanced
+fit rq4 --balanced --levels 4
+fit opq16 --quantizer opq --levels 16
+tar -C "$output" --exclude train_validation* --exclude latest* -c "$name" | xz -9 > "$output/sid-$name.tar.xz"

@@ -7,7 +7,7 @@
         times, and evaluates it on test, with exact ranks
     python run.py table --record FILE
 
-Run from the root of the repository, with DIR/sid-quality.tar.xz from `prepare.sh`. A run is `recsys.train`
+Run from the root of the repository, with DIR/sid-*.tar.xz from `prepare.sh`. A run is `recsys.train`
 and two times `recsys.evaluate`. At the time limit SIGTERM stops and saves all runs; the next call goes on;
 runs in FILE are not repeated, so a fresh machine goes on from the record. `--only beauty/parallel` takes runs
 whose name contains that text.
@@ -48,14 +48,15 @@ class Variant:
     @property
     def name(self) -> str:
         """Kind and settings, without those that the kind ignores."""
-        special = f"t{self.temperature}" if self.kind == "parallel" else f"dec{self.decoder_layers}"
+        special = f"dec{self.decoder_layers}" if self.kind == "in_order" else f"t{self.temperature}"
         sizes = f"w{self.width}-l{self.layers}-d{self.dropout}-e{self.epochs}-lr{self.lr:g}"
         return f"{self.kind}/{self.bundle}-{sizes}-{special}"
 
     def writer(self) -> str:
         """The message of the generator's writer and of its decoding."""
-        if self.kind == "parallel":
-            return f"parallel {{ temperature: {self.temperature} }}"
+        if self.kind != "in_order":
+            ids = " ids { temperature: 0.05 }" if self.kind == "hybrid" else ""
+            return f"parallel {{ temperature: {self.temperature} }}{ids}"
         decoder = (
             f"num_layers: {self.decoder_layers} num_heads: 4 ff_dim: {4 * self.width} dropout: {self.dropout}"
         )
@@ -70,6 +71,10 @@ def _parallel(**settings: float) -> Variant:
     return Variant("parallel", **{"bundle": "opq16", **settings})
 
 
+def _hybrid(**settings: float) -> Variant:
+    return Variant("hybrid", **{"bundle": "opq16", **settings})
+
+
 VARIANTS = {
     "beauty": [
         _ordered(),
@@ -80,13 +85,17 @@ VARIANTS = {
         _ordered(decoder_layers=2),
         _ordered(epochs=200),
         _parallel(),
-        _parallel(bundle="opq32"),
         _parallel(temperature=0.05),
         _parallel(temperature=0.1),
         _parallel(width=256),
         _parallel(width=448),
         _parallel(dropout=0.3),
         _parallel(epochs=200),
+        _hybrid(),
+        _hybrid(width=64),
+        _hybrid(width=256),
+        _hybrid(temperature=0.1),
+        _hybrid(bundle="rq4"),
     ],
     "ml-1m": [
         _ordered(dropout=0.2),
@@ -97,6 +106,10 @@ VARIANTS = {
         _parallel(dropout=0.2, temperature=0.05),
         _parallel(dropout=0.3, width=256),
         _parallel(dropout=0.2, layers=4),
+        _hybrid(dropout=0.2),
+        _hybrid(dropout=0.3, width=256),
+        _hybrid(dropout=0.2, width=64),
+        _hybrid(dropout=0.2, layers=4),
     ],
 }
 BATCH = {"beauty": 1024, "ml-1m": 256}
@@ -202,12 +215,21 @@ class Run:
             path = self.arguments.runs / f"{self.folder.name}.config"
             path.write_text(self.config())
             return ["recsys.train", "--config", str(path), "--run-dir", str(self.folder)]
-        exact = "model.generator.decoding={method: EXACT}"
         for split in ("validation", "test"):
             if self.result(split) is None:
                 evaluate = ["recsys.evaluate", "--run-dir", str(self.folder), "--split", split]
-                return evaluate if self.variant.kind == "parallel" else [*evaluate, "--set", exact]
+                return [*evaluate, *self.settings(split)]
         return None
+
+    def settings(self, split: str) -> list[str]:
+        """Flags of an evaluation: exact ranks, and the weight of ids that validation says is best."""
+        if self.variant.kind == "in_order":
+            return ["--set", "model.generator.decoding={method: EXACT}"]
+        if self.variant.kind == "parallel":
+            return []
+        if split == "validation":
+            return ["--compare-weights"]
+        return ["--set", f"model.generator.ids.weight={best_weight(self.result('validation'))}"]
 
     def start(self, gpu: int) -> None:
         """Starts the next command; its output goes to a file beside the folder of the run."""
@@ -228,10 +250,24 @@ class Run:
         return self.command() is not None
 
 
+def best_weight(metrics: dict[str, float]) -> float:
+    """The weight of ids with the best NDCG on validation."""
+    gains = {name.split("weight_")[1]: gain for name, gain in metrics.items() if "/weight_" in name}
+    return float(max(gains, key=gains.get))
+
+
+def ndcg(validation: dict[str, float]) -> float:
+    """NDCG@10 on validation, with the best weight of ids if there are several."""
+    values = [gain for name, gain in validation.items() if name.startswith("ndcg@10")]
+    return max(values)
+
+
 def unpack(data: Path) -> None:
-    if not (data / "beauty-file").exists():
-        with tarfile.open(data / "sid-quality.tar.xz") as tar:
-            tar.extractall(data, filter="data")
+    """Unpacks the archives that `prepare.sh` made, unless that has been done."""
+    for archive in data.glob("sid-*.tar.xz"):
+        if not (data / archive.name.removeprefix("sid-").removesuffix(".tar.xz")).exists():
+            with tarfile.open(archive) as tar:
+                tar.extractall(data, filter="data")
 
 
 def runs_to_do(arguments: argparse.Namespace) -> list[Run]:
@@ -258,7 +294,7 @@ def chosen_variants(record: dict[str, dict]) -> dict[tuple[str, str], Variant]:
         for variant in tried:
             made = record.get(f"{name}/file/{variant.name}/1")
             if made is not None:
-                value = made["validation"]["ndcg@10"]
+                value = ndcg(made["validation"])
                 key = (name, variant.kind)
                 if key not in best or value > best[key][0]:
                     best[key] = (value, variant)
@@ -332,13 +368,13 @@ def load(path: Path) -> dict[str, dict]:
 
 def table(record: dict[str, dict]) -> None:
     """Prints validation of all variants, then the test metrics of those chosen, mean of the seeds."""
-    print("| data | variant | validation HR@10 / NDCG@10 |\n| --- | --- | --- |")
+    print("| data | variant | validation NDCG@10 | weight of ids |\n| --- | --- | --- | --- |")
     for name, tried in VARIANTS.items():
         for variant in tried:
             made = record.get(f"{name}/file/{variant.name}/1")
             if made is not None:
-                values = made["validation"]
-                print(f"| {name} | {variant.name} | {values['hit_rate@10']:.4f} / {values['ndcg@10']:.4f} |")
+                weight = best_weight(made["validation"]) if variant.kind == "hybrid" else ""
+                print(f"| {name} | {variant.name} | {ndcg(made['validation']):.4f} | {weight} |")
     print("\n| data | order | model | seeds |", " | ".join(METRICS), "|")
     print("| --- " * (4 + len(METRICS)) + "|")
     for (name, kind), variant in chosen_variants(record).items():

@@ -160,6 +160,11 @@ class ModelDeclaration:
         return self.num_found is not None
 
     @property
+    def mixes_scores(self) -> bool:
+        """Whether a weight of the config mixes two kinds of scores, so that weights can be compared."""
+        return False
+
+    @property
     def code_bundle(self) -> str:
         """The folder with the semantic ids of the items; empty for a model without such ids."""
         return ""

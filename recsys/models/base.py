@@ -137,6 +137,14 @@ class Model(nn.Module):
         """
         raise NotImplementedError
 
+    def weight_gains(self, batch: Batch) -> dict[str, Tensor]:
+        """Sums the gains of the candidates for several weights, if a weight mixes the model's scores.
+
+        Returns:
+            By name: float64 [2], the sum of gains, and the number of candidates.
+        """
+        raise NotImplementedError
+
     def metrics(self) -> dict[str, Metric]:
         """Builds new, empty metrics as configured, by their names in logs."""
         raise NotImplementedError

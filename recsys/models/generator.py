@@ -2,13 +2,15 @@
 
 The token of an item is made of the embeddings of its codes, so a history of n items is n tokens for any
 mixer. Every position is a state from which a writer predicts the codes of the item after it: a small causal
-decoder that writes one after another, or heads that predict all codes at once.
+decoder that writes one after another, or heads that predict all codes at once. With `ids`, items have
+embeddings of their own too, and scores mix both kinds of probabilities.
 No token may know later events: `models.retriever_declaration` rejects masks, positions and times that would
 reveal them.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +24,22 @@ from recsys.data.batch import Batch
 from recsys.data.codes import codes_of_table
 from recsys.models.base import Losses
 from recsys.models.beam_recall import WIDTHS, beam_recall
-from recsys.models.item_writers import ParallelItems, SequentialItems, rows_of
+from recsys.models.item_writers import ParallelItems, SequentialItems, rank_scores, rows_of
 from recsys.models.next_item import NextItemModel, last_of_each, position_weights
 from recsys.modules.beam_search import FoundItems, SeenItems
 from recsys.modules.code_decoder import CodeEmbedding
+from recsys.modules.item_ids import ItemIds
 from recsys.modules.sequence import following
+
+WEIGHTS = tuple(step / 20 for step in range(21))
+"""Weights of ids that `weight_gains` compares."""
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of all items, float32 [B, V] each: by their codes, and by their ids if it has any."""
+
+    of_codes: Tensor
+    of_ids: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +93,8 @@ class CodeGenerator(NextItemModel):
             if parallel
             else SequentialItems(config.decoder, sizes, self.embed_codes, width, codes)
         )
+        self.ids = ItemIds(config.ids, len(codes), width, init_std) if config.HasField("ids") else None
+        self.id_weight = config.ids.weight
         self.beam_size = model_of(pipeline).num_found
         self.objective = CodeLoss(config.weight_column)
         self.metric_choices = list(config.metrics)
@@ -92,6 +107,8 @@ class CodeGenerator(NextItemModel):
         with self.autocast():
             states = self._states(batch)
             losses = self.decode(states, self.codes[target].clamp(min=0))
+            if self.ids is not None:
+                losses = losses + self.ids(states, self._tokens(), target)
         return CodeGeneratorOutputs(states.float(), losses, target > 0)
 
     def score(self, batch: Batch) -> Tensor | FoundItems:
@@ -102,7 +119,9 @@ class CodeGenerator(NextItemModel):
         """
         with self.autocast():
             states = last_of_each(self._states(batch), batch.uih_lengths)
-            return self.decode.score_items(states) if self.beam_size is None else self._find(states, batch)
+            if self.beam_size is not None:
+                return self._find(states, batch)
+            return self._mixed(self._scores(states), self.id_weight)
 
     def item_vectors(self, batch: Batch) -> Tensor:
         """Returns the codes of all items, float32 [V, levels], which a package keeps with the ids."""
@@ -111,7 +130,8 @@ class CodeGenerator(NextItemModel):
     def flops(self, batch: Batch) -> int:
         """Counts the FLOP of preprocessor, mixer, and the decoder at every event."""
         events = batch.uih_timestamps.shape[0]
-        return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + self.decode.flops(events)
+        ids = 0 if self.ids is None else self.ids.flops(events)
+        return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + self.decode.flops(events) + ids
 
     def ranks(self, outputs: CodeGeneratorOutputs, batch: Batch) -> Tensor:
         """Returns the rank of each candidate in the catalogue by `score`, like `Retriever.ranks`.
@@ -121,6 +141,8 @@ class CodeGenerator(NextItemModel):
         states = last_of_each(outputs.states, batch.uih_lengths)
         targets = batch.ids[self.candidates].values()
         with self.autocast():
+            if self.ids is not None:
+                return rank_scores(self._mixed(self._scores(states), self.id_weight), targets, batch)
             if self.beam_size is None:
                 return self.decode.ranks(states, targets, batch)
             items = self._find(states, batch).items
@@ -135,13 +157,43 @@ class CodeGenerator(NextItemModel):
             widths = (*WIDTHS, self.beam_size)
             return beam_recall(self.decode, states, _seen(batch), self.pipeline.predict.top_k, widths)
 
+    def weight_gains(self, batch: Batch) -> dict[str, Tensor]:
+        """Sums NDCG of the candidates at `predict.top_k` for each of `WEIGHTS`."""
+        outputs, k = self(batch), self.pipeline.predict.top_k
+        with self.autocast():
+            scores = self._scores(last_of_each(outputs.states, batch.uih_lengths))
+        targets, gains = batch.ids[self.candidates].values(), {}
+        counted = ~batch.repeated if self.leaves_out_repeated else torch.ones_like(batch.repeated)
+        for weight in WEIGHTS:
+            ranks = rank_scores(self._mixed(scores, weight), targets, batch)
+            gain = torch.where((ranks <= k) & counted, 1 / (ranks + 1).double().log2(), 0)
+            gains[f"ndcg@{k}/weight_{weight:.2f}"] = torch.stack([gain.sum(), counted.sum().double()])
+        return gains
+
+    def _scores(self, states: Tensor) -> Scores:
+        """Returns the log-probabilities of all items for states [B, E]."""
+        of_ids = None if self.ids is None else self.ids.scores(states, self._tokens())
+        return Scores(self.decode.score_items(states), of_ids)
+
+    def _mixed(self, scores: Scores, weight: float) -> Tensor:
+        if scores.of_ids is None:
+            return scores.of_codes
+        return weight * scores.of_ids + (1 - weight) * scores.of_codes
+
+    def _tokens(self, rows: Tensor | None = None) -> Tensor:
+        """Returns the tokens of rows of the item table, [n, E]; those of all known items for None."""
+        tokens = self.embed_codes(self.codes[1:] if rows is None else self.codes[rows])
+        if self.ids is None:
+            return tokens
+        return tokens + (self.ids.table.weight[1:] if rows is None else self.ids.table(rows))
+
     def _find(self, states: Tensor, batch: Batch) -> FoundItems:
         """Returns the best items of states [B, E] by beam search, without those that the rows have seen."""
         return self.decode.find(states, self.beam_size, _seen(batch))
 
     def _states(self, batch: Batch) -> Tensor:
         """Returns the states that the decoder reads, one per event, [U, E]."""
-        tokens = self.embed_codes(self.codes[batch.ids[self.history].values()])
+        tokens = self._tokens(batch.ids[self.history].values())
         embeddings = self.embed(batch) | {self.history: tokens}
         return self.mix(self.preprocess(embeddings, batch).sequence).history()
 

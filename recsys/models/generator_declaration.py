@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from recsys import protos as pb
-from recsys.config.checks.values import BELOW_ONE, COUNT, POSITIVE, limit
+from recsys.config.checks.values import BELOW_ONE, COUNT, POSITIVE, SHARE, limit
 from recsys.config.checks.walk import Finding
 from recsys.config.declarations import Choice
 from recsys.config.registry import declare
@@ -11,6 +11,7 @@ from recsys.models.retriever_declaration import NextItemDeclaration
 
 limit(pb.CodeGenerator, required=("item_feature", "bundle", "preprocessor", "mixer"))
 limit(pb.ParallelCodes, {"temperature": POSITIVE})
+limit(pb.ItemIds, {"temperature": POSITIVE, "weight": SHARE})
 limit(pb.Decoding, {"beam_size": COUNT})
 limit(pb.CodeDecoder, {"num_layers": COUNT, "num_heads": COUNT, "ff_dim": COUNT, "dropout": BELOW_ONE})
 
@@ -25,7 +26,7 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
     """Declares `CodeGenerator`, which scores items by the probabilities of their codes."""
 
     embeds_items = False
-    may_change = (*NextItemDeclaration.may_change, "bundle", "decoding")
+    may_change = (*NextItemDeclaration.may_change, "bundle", "decoding", "ids.weight")
 
     @property
     def code_bundle(self) -> str:
@@ -52,7 +53,13 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
     def protocol(self) -> dict[str, str]:
         """The rule for seen items and the width of the beam, beyond which no item is found."""
         beam = {"beam_size": str(self.num_found)} if self.finds_items else {}
-        return super().protocol | beam
+        ids = {"id_weight": f"{self.config.ids.weight:g}"} if self.mixes_scores else {}
+        return super().protocol | beam | ids
+
+    @property
+    def mixes_scores(self) -> bool:
+        """Whether scores mix probabilities of ids and codes with a weight."""
+        return self.config.HasField("ids")
 
     def choices(self) -> Iterator[Choice]:
         """Derives what all next-item families derive, and beam search from the width of a beam."""
@@ -81,6 +88,9 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
         if heads > 0 and width % heads:
             problem = f"{heads} is given; model.embedding_dim, which is {width}, must be a multiple of it"
             yield Finding(f"{self.path}.decoder.num_heads", problem)
+        if self.config.HasField("ids") and not self.config.HasField("parallel"):
+            problem = "ids mix with the scores of all items, which only `parallel` has at little cost; add it"
+            yield Finding(f"{self.path}.ids", problem)
         tables = {feature.name: feature.id.table or feature.name for feature in self.pipeline.features}
         for index, feature in enumerate(self.pipeline.features):
             if feature.name != self.item_feature and feature.HasField("id"):

@@ -94,16 +94,26 @@ class ParallelItems(ParallelCodes):
 
     def ranks(self, states: Tensor, targets: Tensor, batch: Batch) -> Tensor:
         """Returns the exact rank of each target; see `SequentialItems.ranks`."""
-        return rank_targets(
-            self.score_items(states),
-            None,
-            targets=targets,
-            num_targets=batch.num_candidates,
-            removed=batch.seen,
-            removed_layout=batch.seen_layout,
-            missed=batch.repeated,
-            max_scores=MAX_SCORES,
-        )
+        return rank_scores(self.score_items(states), targets, batch)
+
+
+def rank_scores(scores: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+    """Returns the rank of each target by the scores of all items, int64 [N], as `rank_targets` defines it.
+
+    Args:
+        scores: float32 [B, V].
+        targets, batch: as for `SequentialItems.ranks`.
+    """
+    return rank_targets(
+        scores,
+        None,
+        targets=targets,
+        num_targets=batch.num_candidates,
+        removed=batch.seen,
+        removed_layout=batch.seen_layout,
+        missed=batch.repeated,
+        max_scores=MAX_SCORES,
+    )
 
 
 def rows_of(counts: Tensor, total: int) -> Tensor:

@@ -66,13 +66,15 @@ class ParallelCodes(nn.Module):
         heads = states + F.silu(
             torch.baddbmm(self.bias.to(states.dtype), states.expand(len(self.sizes), -1, -1), self.weight)
         )
-        heads = F.normalize(heads.float(), dim=2, eps=SHORTEST)
-        values = F.normalize(self.embed.table.weight.float(), dim=1, eps=SHORTEST)
         starts = self.embed.starts
-        return [
-            head @ values[start : start + size].T / self.temperature
-            for head, start, size in zip(heads, starts, self.sizes, strict=False)
-        ]
+        # A cosine in bfloat16, divided by a small temperature, would be too coarse.
+        with torch.autocast(states.device.type, enabled=False):
+            heads = F.normalize(heads.float(), dim=2, eps=SHORTEST)
+            values = F.normalize(self.embed.table.weight.float(), dim=1, eps=SHORTEST)
+            return [
+                head @ values[start : start + size].T / self.temperature
+                for head, start, size in zip(heads, starts, self.sizes, strict=False)
+            ]
 
     def flops(self, paths: int) -> int:
         """Counts the FLOP of the losses for `paths` states; see `recsys.modules.flops`."""

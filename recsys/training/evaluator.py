@@ -5,7 +5,7 @@ it restores the model's mode and the state of the random number generators.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recsys import protos as pb
+from recsys.data.batch import Batch
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.models.base import Losses, Model, add_rows
@@ -87,21 +88,27 @@ def evaluate(
         return compute_all(metrics) | _mean_losses(totals)
 
 
-def exact_recall(
-    model: Model, loader: Loader, device: torch.device, max_batches: int | None = None
+def ratios(
+    model: Model,
+    sums_of: Callable[[Batch], dict[str, torch.Tensor]],
+    loader: Loader,
+    device: torch.device,
+    max_batches: int | None = None,
 ) -> dict[str, float]:
-    """Computes which share of the exactly best items is found by a model that finds items itself. Collective.
+    """Computes ratios of sums over all rows. Collective.
 
     Args:
         model, loader, device, max_batches: as for `evaluate`.
+        sums_of: a method of the model, `exact_recall` or `weight_gains`: sums of a batch by name, float64
+            [2], numerator and denominator.
 
     Returns:
-        Shares by name, such as `recall@10/beam_50`; NaN if there is nothing to find.
+        Ratios by name, such as `recall@10/beam_50`; NaN where the denominator is 0.
     """
     totals: dict[str, torch.Tensor] = {}
     with _aside(model, device):
         for batch in islice(loader.epoch(0), max_batches):
-            for name, counts in model.exact_recall(batch.to(device)).items():
+            for name, counts in sums_of(batch.to(device)).items():
                 totals[name] = totals.get(name, 0) + counts
     packed = gather({name: counts.cpu() for name, counts in totals.items()})
     names = dict.fromkeys(name for part in packed for name in part)

@@ -185,7 +185,7 @@ def evaluate(
     split: str,
     which: str,
     limit: int | None,
-    compare_exact: bool = False,
+    compare: str | None = None,
 ) -> Evaluation:
     """Evaluates a saved state on a split. Collective.
 
@@ -196,19 +196,24 @@ def evaluate(
         split: "train", "validation" or "test".
         which: "best", "newest" or the number of a step.
         limit: the most batches that each rank reads; None reads all.
-        compare_exact: whether to add the share of the exactly best items that the model's search finds.
+        compare: "exact" adds the share of the exactly best items that the model's search finds, "weights" the
+            NDCG of other weights of a model that mixes scores.
 
     Raises:
         ConfigError: the config names no rows for the split, asks for something that the device cannot do,
-            differs from the model that was trained, or does not search and so cannot be compared.
+            differs from the model that was trained, or has nothing to compare.
         DataError: the vocabularies are not those that the model was trained with.
     """
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
     declared = model_of(pipeline)
-    if compare_exact and not declared.finds_items:
+    if compare == "exact" and not declared.finds_items:
         raise ConfigError(
             f"--compare-exact: it is for beam search, and this {declared.kind or 'model'} scores every item"
+        )
+    if compare == "weights" and not declared.mixes_scores:
+        raise ConfigError(
+            f"--compare-weights: it is for ids beside codes; {declared.kind or 'this model'} has one score"
         )
     loaded = load_model(pipeline, folder, processes, which)
     loader = Loader.open(
@@ -221,8 +226,9 @@ def evaluate(
     )
     metrics = evaluator.evaluate(loaded.model, loader, processes.device, limit)
     counts = evaluator.counted(loader)
-    if compare_exact:
-        metrics |= evaluator.exact_recall(loaded.model, loader, processes.device, limit)
+    if compare is not None:
+        sums = loaded.model.exact_recall if compare == "exact" else loaded.model.weight_gains
+        metrics |= evaluator.ratios(loaded.model, sums, loader, processes.device, limit)
     return Evaluation(loaded.checkpoint, metrics, counts)
 
 
