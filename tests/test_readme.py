@@ -106,8 +106,15 @@ NOT_RUN = {
     "faiss; tests/sid/test_quantizers.py",
     "python -m recsys.train --config configs/movielens_small_parallel.config "
     "--run-dir runs/movielens_parallel": "minutes; test_ready_configs.py trains a part of it",
+    "python -m recsys.train --config configs/movielens_small_parallel.config "
+    "--run-dir runs/movielens_hybrid --set 'model.generator.ids={}'": "minutes; "
+    "tests/models/test_generator.py",
+    "python -m recsys.evaluate --run-dir runs/movielens_hybrid --split validation --compare-weights": "it "
+    "needs that run; tests/models/test_generator.py",
     "recsys sid embed --data data/new --like data/bundle --output data/new-vectors": "tests/sid/"
     "test_bundle.py",
+    "python -m recsys.prepare cold-start --input data/beauty --output data/beauty-cold --share 0.02": "its "
+    "data is not bundled; tests/prepare/test_cold_start.py",
     "recsys sid append --bundle data/bundle --embeddings data/new-vectors --output data/bundle-2": "the same",
     "recsys sid embed --data data/beauty --output data/beauty-vectors --items item_text.jsonl "
     "--item-column id --text-column title --text-column categories": "its data is not bundled; "

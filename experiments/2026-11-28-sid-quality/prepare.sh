@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepares a dataset in an order of equal times, fits its codes on a CPU, and packs both.
+# Prepares a dataset in an order of equal times and fits its codes on a CPU; `run.py pack` packs both.
 #
 #   prepare.sh OUTPUT beauty-ORDER BEAUTY_TXT BEAUTY_TIMES ITEM_TEXT    ORDER: file or shuffle
 #   prepare.sh OUTPUT ml-1m-ORDER ML_1M_ZIP OVERVIEWS_CSV
@@ -34,4 +34,3 @@ esac
 fit rq3 --balanced
 fit rq4 --balanced --levels 4
 fit opq16 --quantizer opq --levels 16
-tar -C "$output" --exclude train_validation* --exclude latest* -c "$name" | xz -9 > "$output/sid-$name.tar.xz"

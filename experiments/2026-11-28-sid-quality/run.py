@@ -1,5 +1,7 @@
 """Trains generators of semantic ids on Beauty and MovieLens-1M, and prints metrics beside baselines.
 
+    python run.py pack --data DIR beauty-file
+        packs what `prepare.sh` made into DIR/sid-beauty-file.tar.xz
     python run.py tune --data DIR --runs RUNS --record FILE [--gpus 1 --per-gpu 12 --seconds 480]
         trains every variant of VARIANTS once with the order of the file, and reads its validation metric
     python run.py final --data DIR --runs RUNS --record FILE ...
@@ -7,7 +9,7 @@
         times, and evaluates it on test, with exact ranks
     python run.py table --record FILE
 
-Run from the root of the repository, with DIR/sid-*.tar.xz from `prepare.sh`. A run is `recsys.train`
+Run from the root of the repository, with the archives in DIR. A run is `recsys.train`
 and two times `recsys.evaluate`. At the time limit SIGTERM stops and saves all runs; the next call goes on;
 runs in FILE are not repeated, so a fresh machine goes on from the record. `--only beauty/parallel` takes runs
 whose name contains that text.
@@ -16,11 +18,13 @@ whose name contains that text.
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,6 +266,24 @@ def ndcg(validation: dict[str, float]) -> float:
     return max(values)
 
 
+def pack(folder: Path) -> None:
+    """Packs a folder; parquet files are stored uncompressed, which xz packs better."""
+    from pyarrow import parquet
+
+    target = folder.with_name(f"sid-{folder.name}.tar.xz")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        copied = Path(temporary) / folder.name
+        shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("train_validation*", "latest*"))
+        for path in copied.rglob("*.parquet"):
+            if any((parent / "manifest.json").exists() for parent in path.parents):
+                continue
+            rows = parquet.read_table(path)
+            parquet.write_table(rows, path, compression="none", use_dictionary=False, row_group_size=1024)
+        with tarfile.open(target, "w:xz", preset=9) as tar:
+            tar.add(copied, folder.name)
+    print(target, target.stat().st_size, "bytes")
+
+
 def unpack(data: Path) -> None:
     """Unpacks the archives that `prepare.sh` made, unless that has been done."""
     for archive in data.glob("sid-*.tar.xz"):
@@ -397,16 +419,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["tune", "final", "baselines", "table"])
+    parser.add_argument("what", choices=["pack", "tune", "final", "baselines", "table"])
+    parser.add_argument("folder", nargs="?", help="for pack")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--runs", type=Path, default=Path("runs/sid-quality"))
-    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--record", type=Path, default=Path("record.json"))
     parser.add_argument("--only", nargs="*")
     for name, default in (("gpus", 1), ("per-gpu", 12), ("seconds", 480)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     for name in ("data", "runs", "record"):
         setattr(arguments, name, getattr(arguments, name).resolve())
+    if arguments.what == "pack":
+        pack(arguments.data / arguments.folder)
+        return
     if arguments.what == "baselines":
         unpack(arguments.data)
         baselines(arguments)

@@ -159,7 +159,10 @@ def co_occurrence(histories: Histories, num_items: int, seed: int) -> np.ndarray
             "the training histories have no two items beside each other; leave --source cooc out"
         )
     left_vectors, values, _ = randomized_svd(matrix, size, n_iter=7, random_state=seed)
-    return (left_vectors * np.sqrt(values)).astype(np.float32)
+    vectors = (left_vectors * np.sqrt(values)).astype(np.float32)
+    # The rows of items without a neighbor are zero only up to rounding.
+    vectors[matrix.getnnz(1) == 0] = 0
+    return vectors
 
 
 def ppmi(histories: Histories, num_items: int):

@@ -87,12 +87,94 @@ def test_losses_are_those_of_the_next_items_codes(model, pipeline):
     assert losses.counts.item() == sum(item > 0 for row in rows for item in row.values["uih_item_id"][1:])
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_scores_rank_the_candidates(model, pipeline, parallel):
+@pytest.fixture
+def hybrid(pipeline):
+    """Codes in parallel and ids, with weights that are not those of the start."""
+    pipeline.model.generator.parallel.SetInParent()
+    pipeline.model.generator.ids.weight = 0.3
+    torch.manual_seed(0)
+    built = build_model(pipeline).eval()
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return built
+
+
+def parts_of_hybrid(hybrid, states):
+    """log P(item) by codes and by ids, float64 [B, V] each, from tokens that are put together by hand."""
+    weights = {name: value.double().numpy() for name, value in hybrid.state_dict().items()}
+    codes, table = hybrid.codes[1:].numpy(), weights["embed_codes.table.weight"]
+    sizes = hybrid.decode.sizes
+    starts = np.cumsum([0, *sizes[:-1]])
+
+    def log_softmax(states, rows, temperature):
+        cosines = states @ rows.T / np.linalg.norm(rows, axis=1)
+        logits = cosines / np.linalg.norm(states, axis=1, keepdims=True) / temperature
+        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+    states, of_codes = states.double().numpy(), 0.0
+    for level, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        linear = states @ weights["decode.weight"][level] + weights["decode.bias"][level]
+        head = states + linear / (1 + np.exp(-linear))
+        of_codes = of_codes + log_softmax(head, table[start : start + size], 0.07)[:, codes[:, level]]
+    tokens = table[codes + starts].mean(1) + weights["ids.table.weight"][1:]
+    return of_codes, log_softmax(states, tokens, 0.05)
+
+
+def test_scores_of_a_hybrid_mix_codes_and_ids_and_its_losses_add_up(hybrid, pipeline):
+    batch = batch_of(pipeline, [row for row in random_rows(pipeline, SIZES) if row.uih_timestamps])
+    outputs = hybrid(batch)
+    last = outputs.states[batch.uih_lengths.cumsum(0) - 1].detach()
+    of_codes, of_ids = parts_of_hybrid(hybrid, last)
+    expected = 0.3 * of_ids + 0.7 * of_codes
+    with torch.no_grad():
+        np.testing.assert_allclose(hybrid.score(batch).numpy(), expected, rtol=1e-4)
+    # The first event of the first row has the second as its target.
+    of_codes, of_ids = (part[0] for part in parts_of_hybrid(hybrid, outputs.states[:1].detach()))
+    target = batch.ids["uih_item_id"].values()[1].item()
+    loss = -of_codes[target - 1] / len(hybrid.decode.sizes) - of_ids[target - 1]
+    assert target and outputs.losses[0].item() == pytest.approx(loss, rel=1e-4)
+
+
+def test_other_weights_of_ids_have_the_gains_of_their_own_scores(hybrid, pipeline):
+    pipeline.predict.top_k = 7
+    batch = batch_of(pipeline, random_rows(pipeline, [(3, 3), (1, 4), (6, 4), (2, 2)]))
+    with torch.no_grad():
+        compared = hybrid.weight_gains(batch)
+        assert list(compared)[::10] == [f"ndcg@7/weight_{weight}" for weight in ("0.00", "0.50", "1.00")]
+        for name in list(compared)[::10]:
+            hybrid.id_weight = float(name[-4:])
+            ranks = hybrid.ranks(hybrid(batch), batch).tolist()
+            gain = sum(1 / np.log2(1 + rank) for rank in ranks if rank <= 7)
+            assert compared[name].tolist() == pytest.approx([gain, len(ranks)])
+    gains = [sums[0].item() for sums in compared.values()]
+    assert len(set(gains)) > 3, "weights matter for these rows"
+
+
+def test_the_graph_of_a_hybrid_in_bfloat16_scores_as_the_model(hybrid, pipeline):
+    pipeline.model.precision = pb.BF16
+    rounding = build_model(pipeline).eval()
+    rounding.load_state_dict(hybrid.state_dict())
+    program = captured(rounding, batch_of(pipeline, random_rows(pipeline, SIZES)))
+    batch = batch_of(pipeline, random_rows(pipeline, [(1, 0), (0, 0), (5, 2)], seed=3))
+    with torch.no_grad():
+        torch.testing.assert_close(program(*inputs_of(batch, pipeline)), rounding.score(batch))
+        assert not torch.equal(rounding.score(batch), hybrid.score(batch))
+
+
+def test_ids_without_parallel_codes_are_refused(pipeline):
+    pipeline.model.generator.ids.SetInParent()
+    said = {finding.path: finding.text for finding in checks.family_findings(pipeline)}
+    assert "add it" in said["model.generator.ids"]
+
+
+@pytest.mark.parametrize("kind", ["in order", "parallel", "hybrid"])
+def test_scores_rank_the_candidates(model, pipeline, kind, request):
     """By sorting all scores of `score`."""
-    if parallel:
+    if kind == "parallel":
         pipeline.model.generator.parallel.SetInParent()
         model = build_model(pipeline).eval()
+    elif kind == "hybrid":
+        model = request.getfixturevalue("hybrid")
     rows = random_rows(pipeline, SIZES)
     batch = batch_of(pipeline, rows)
     ranks, scores = model.ranks(model(batch), batch), model.score(batch)
