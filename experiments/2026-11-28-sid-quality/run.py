@@ -1,6 +1,6 @@
 """Trains generators of semantic ids on Beauty and MovieLens-1M, and prints metrics beside baselines.
 
-    python run.py pack --data DIR beauty-file
+    python run.py pack --data DIR --folder beauty-file
         packs what `prepare.sh` made into DIR/sid-beauty-file.tar.xz
     python run.py tune --data DIR --runs RUNS --record FILE [--gpus 1 --per-gpu 12 --seconds 480]
         trains every variant of VARIANTS once with the order of the file, and reads its validation metric
@@ -420,7 +420,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["pack", "tune", "final", "baselines", "table"])
-    parser.add_argument("folder", nargs="?", help="for pack")
+    parser.add_argument("--folder", help="for pack")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--runs", type=Path, default=Path("runs/sid-quality"))
     parser.add_argument("--record", type=Path, default=Path("record.json"))
