@@ -1,4 +1,4 @@
-"""Trains generators of semantic ids on Beauty and MovieLens-1M, and prints metrics beside baselines.
+"""Trains generators of semantic ids and models of ids on two datasets, and prints metrics beside baselines.
 
     python run.py pack --data DIR --folder beauty-file
         packs what `prepare.sh` made into DIR/sid-beauty-file.tar.xz
@@ -57,7 +57,9 @@ class Variant:
         return f"{self.kind}/{self.bundle}-{sizes}-{special}"
 
     def writer(self) -> str:
-        """The message of the generator's writer and of its decoding."""
+        """The message of the generator's writer and of its decoding, or the loss of a model of ids."""
+        if self.kind == "ids":
+            return f"loss {{ softmax {{ temperature: {self.temperature} full {{}} }} }}"
         if self.kind != "in_order":
             ids = " ids { temperature: 0.05 }" if self.kind == "hybrid" else ""
             return f"parallel {{ temperature: {self.temperature} }}{ids}"
@@ -79,41 +81,41 @@ def _hybrid(**settings: float) -> Variant:
     return Variant("hybrid", **{"bundle": "opq16", **settings})
 
 
+def _ids(**settings: float) -> Variant:
+    return Variant("ids", **{"bundle": "none", "width": 64, "temperature": 0.05, **settings})
+
+
 VARIANTS = {
     "beauty": [
         _ordered(),
         _ordered(bundle="rq4"),
         _ordered(dropout=0.3),
         _ordered(width=256),
-        _ordered(width=256, layers=4),
         _ordered(decoder_layers=2),
-        _ordered(epochs=200),
         _parallel(),
         _parallel(temperature=0.05),
-        _parallel(temperature=0.1),
         _parallel(width=256),
-        _parallel(width=448),
         _parallel(dropout=0.3),
         _parallel(epochs=200),
         _hybrid(),
         _hybrid(width=64),
         _hybrid(width=256),
-        _hybrid(temperature=0.1),
-        _hybrid(bundle="rq4"),
+        _hybrid(temperature=0.05),
+        _ids(),
+        _ids(width=128),
     ],
     "ml-1m": [
         _ordered(dropout=0.2),
         _ordered(dropout=0.3, width=256),
         _ordered(dropout=0.2, layers=4),
-        _ordered(dropout=0.2, decoder_layers=2),
         _parallel(dropout=0.2),
-        _parallel(dropout=0.2, temperature=0.05),
         _parallel(dropout=0.3, width=256),
         _parallel(dropout=0.2, layers=4),
         _hybrid(dropout=0.2),
         _hybrid(dropout=0.3, width=256),
-        _hybrid(dropout=0.2, width=64),
         _hybrid(dropout=0.2, layers=4),
+        _ids(dropout=0.2),
+        _ids(dropout=0.3, width=128, layers=4),
     ],
 }
 BATCH = {"beauty": 1024, "ml-1m": 256}
@@ -137,9 +139,10 @@ features {{ name: "item_id" sides: [HISTORY, CANDIDATE] id {{ vocabulary {{ unkn
 model {{
   embedding_dim: {width}
   precision: BF16
-  generator {{
+  embedding {{ placement: REPLICATED }}
+  {family} {{
     item_feature: "item_id"
-    bundle: "{root}/{bundle}"
+    {bundle}
     seen: REMOVE
     preprocessor {{ uih {{ positional {{ origin: START }} dropout: {dropout} }} }}
     mixer {{
@@ -192,14 +195,16 @@ class Run:
     def config(self) -> str:
         """The config as text."""
         chosen, name = self.variant, self.dataset
+        root = self.arguments.data / f"{name}-{self.order}"
         metrics = [f"metrics {{ {kind} {{ k: {k} }} }}" for kind in ("ndcg", "hit_rate") for k in (10, 5, 20)]
         return CONFIG.format(
             **{key: getattr(chosen, key) for key in ("width", "layers", "heads", "dropout", "epochs", "lr")},
-            root=self.arguments.data / f"{name}-{self.order}",
+            root=root,
             ending=ENDINGS[name],
             batch=BATCH[name],
             history=HISTORY[name],
-            bundle=chosen.bundle,
+            family="retriever" if chosen.kind == "ids" else "generator",
+            bundle="" if chosen.kind == "ids" else f'bundle: "{root}/{chosen.bundle}"',
             qk_dim=chosen.width // chosen.heads,
             writer=chosen.writer(),
             metrics="\n    ".join([*metrics, "metrics { mrr {} }"]),
@@ -229,7 +234,7 @@ class Run:
         """Flags of an evaluation: exact ranks, and the weight of ids that validation says is best."""
         if self.variant.kind == "in_order":
             return ["--set", "model.generator.decoding={method: EXACT}"]
-        if self.variant.kind == "parallel":
+        if self.variant.kind != "hybrid":
             return []
         if split == "validation":
             return ["--compare-weights"]

@@ -176,9 +176,10 @@ class CodeGenerator(NextItemModel):
         return Scores(self.decode.score_items(states), of_ids)
 
     def _mixed(self, scores: Scores, weight: float) -> Tensor:
+        """Returns the scores of all items, [B, V]. The mean over codes varies about as much as the ids."""
         if scores.of_ids is None:
             return scores.of_codes
-        return weight * scores.of_ids + (1 - weight) * scores.of_codes
+        return weight * scores.of_ids + (1 - weight) / self.codes.shape[1] * scores.of_codes
 
     def _tokens(self, rows: Tensor | None = None) -> Tensor:
         """Returns the tokens of rows of the item table, [n, E]; those of all known items for None."""

@@ -125,7 +125,7 @@ def test_scores_of_a_hybrid_mix_codes_and_ids_and_its_losses_add_up(hybrid, pipe
     outputs = hybrid(batch)
     last = outputs.states[batch.uih_lengths.cumsum(0) - 1].detach()
     of_codes, of_ids = parts_of_hybrid(hybrid, last)
-    expected = 0.3 * of_ids + 0.7 * of_codes
+    expected = 0.3 * of_ids + 0.7 / len(hybrid.decode.sizes) * of_codes
     with torch.no_grad():
         np.testing.assert_allclose(hybrid.score(batch).numpy(), expected, rtol=1e-4)
     # The first event of the first row has the second as its target.
