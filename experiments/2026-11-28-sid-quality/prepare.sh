@@ -2,6 +2,7 @@
 # Prepares a dataset in an order of equal times and fits its codes on a CPU; `run.py pack` packs both.
 #
 #   prepare.sh OUTPUT beauty-ORDER BEAUTY_TXT BEAUTY_TIMES ITEM_TEXT    ORDER: file or shuffle
+#   prepare.sh OUTPUT beauty-cold2 ITEM_TEXT    after beauty-file: 2 % of the items held out; cold5: 5 %
 #   prepare.sh OUTPUT ml-1m-ORDER ML_1M_ZIP OVERVIEWS_CSV
 #
 # Run from the root of the repository; what is done is not repeated. Codes are fitted for each order on its own,
@@ -19,6 +20,11 @@ fit() { # folder, then settings of `recsys sid fit`
 }
 
 case $name in
+beauty-cold*)
+    once "$data" recsys.prepare cold-start --input "$output/beauty-file" --share "0.0${name##*cold}"
+    once "$vectors" recsys.sid embed --data "$data" --items "$3" --item-column id --text-column title \
+        --text-column categories
+    ;;
 beauty-*)
     once "$data" recsys.prepare sequences --input "$3" --times "$4" --min-user-events 5 --min-item-events 5 \
         --max-history 50 "${ties[@]}"
