@@ -275,18 +275,22 @@ def ndcg(validation: dict[str, float]) -> float:
 
 
 def pack(folder: Path) -> None:
-    """Packs a folder; parquet files are stored uncompressed, which xz packs better."""
+    """Packs a folder: parquet files uncompressed, which xz packs better, and of bundles the codes alone."""
     from pyarrow import parquet
+
+    from recsys import files
 
     target = folder.with_name(f"sid-{folder.name}.tar.xz")
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         copied = Path(temporary) / folder.name
         shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("train_validation*", "latest*"))
         for path in copied.rglob("*.parquet"):
-            if any((parent / "manifest.json").exists() for parent in path.parents):
-                continue
             rows = parquet.read_table(path)
             parquet.write_table(rows, path, compression="none", use_dictionary=False, row_group_size=1024)
+        for about in copied.glob("*/bundle.json"):
+            shutil.rmtree(about.parent / "transform")
+            (about.parent / "quantizer.safetensors").unlink()
+            files.write_manifest(about.parent)
         with tarfile.open(target, "w:xz", preset=9) as tar:
             tar.add(copied, folder.name)
     print(target, target.stat().st_size, "bytes")
