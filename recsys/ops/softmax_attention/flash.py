@@ -29,6 +29,8 @@ def supports(facts: AttentionFacts) -> Support:
         return _no(f"it needs CUDA tensors, these are on {facts.device}")
     if facts.dtype not in (torch.bfloat16, torch.float16):
         return _no(f"it takes bfloat16 and float16, not {facts.dtype}")
+    if facts.needs_grad and facts.deterministic:
+        return _no("its backward pass adds in any order, and results must be the same bits each time")
     if not facts.histories_only:
         return _no("it takes samples without contextual tokens and targets, outside traced graphs")
     if facts.mask.window is not None and facts.mask.prefix:

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from recsys.ops import AttentionMask, SequenceLayout, last_backend, softmax_attention
+from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.softmax_attention import OP, flash
 from tests.ops import harness
@@ -65,6 +65,7 @@ FACTS = AttentionFacts("cuda", torch.bfloat16, 2, 64, 64, AttentionMask(window=9
         ({}, ""),
         ({"device": "cpu"}, "CUDA"),
         ({"dtype": torch.float32}, "not torch.float32"),
+        ({"needs_grad": True, "deterministic": True}, "adds in any order"),
         ({"histories_only": False}, "without contextual tokens and targets"),
         ({"mask": AttentionMask(window=9, prefix=1)}, "prefix"),
         ({"v_dim": 257}, "257 columns"),
@@ -93,12 +94,3 @@ def test_on_a_gpu(dims, mask):
     given = problem([(200, 0), (0, 0), (1, 0), (333, 0), (64, 0)], 0, mask, heads=2, dims=dims)
     harness.assert_near(given.cast(torch.bfloat16), ON_GPU, floor=2e-3)
     harness.assert_nothing_waits(given.cast(torch.bfloat16), ON_GPU)
-
-
-@pytest.mark.gpu
-def test_auto_takes_it_for_histories():
-    q = torch.randn(5, 2, 16, device="cuda", dtype=torch.bfloat16)
-    softmax_attention(q, q, q, SequenceLayout(torch.tensor([3, 2])).to("cuda"))
-    assert last_backend("softmax_attention") == "flash"
-    softmax_attention(q, q, q, SequenceLayout(torch.tensor([3, 2]), torch.tensor([1, 0])).to("cuda"))
-    assert last_backend("softmax_attention") == "reference"
