@@ -71,7 +71,7 @@ class TableEntry:
 
 
 class TableRows(NamedTuple):
-    """How the rows of a table are stored: the array's dtype, and its number of columns."""
+    """Storage of the rows of a table: the array's dtype, and its number of columns."""
 
     dtype: np.dtype
     columns: int

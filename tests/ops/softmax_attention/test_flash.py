@@ -20,7 +20,7 @@ SIGNATURE = inspect.signature(flash.varlen_attn)
 
 
 def kernels(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
-    """What `varlen_attn` documents, and what FlashAttention does with hidden scores: it scales them, too."""
+    """Computes as `varlen_attn` documents, and scales hidden scores, too, as FlashAttention does."""
     SIGNATURE.bind(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and q.shape == k.shape == v.shape
     assert q.shape[2] % 8 == 0 and window_size[1] == 0 and len(q)
