@@ -60,7 +60,7 @@ class Trainer:
         self._best_metric = BestMetric.of(session.model, session.pipeline.train.evaluation)
         device, world_size = session.processes.device, session.processes.world_size
         self._meter = Meter(peak_flop_per_s(device), world_size)
-        self._pipeline = _pipeline(session)
+        self._pipeline = step_pipeline(session)
         self._batches: Iterator[Batch] | None = None
         self._unread: deque[tuple[int, PendingResult]] = deque()
         self._late = LATE_BATCHES.get(device.type, 0)
@@ -314,7 +314,7 @@ class Trainer:
         return outcome
 
 
-def _pipeline(session: Session) -> TrainPipelineBase | TrainPipelineSparseDist:
+def step_pipeline(session: Session) -> TrainPipelineBase | TrainPipelineSparseDist:
     """Returns a pipeline that prepares the next batch during a step.
 
     It copies the batch to the device, and sends its ids to the ranks that hold the rows of sharded tables.

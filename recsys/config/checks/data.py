@@ -242,6 +242,12 @@ def _synthetic(pipeline: pb.Pipeline) -> Iterator[Finding]:
                 yield Finding(
                     f"{path}.min_{quantity}", f"{smallest} is given, above max_{quantity}, which is {largest}"
                 )
+        if source.history_len_exponent and source.min_history_len < 1:
+            yield Finding(
+                f"{path}.history_len_exponent",
+                f"{source.history_len_exponent:g} is given, so that an empty history would have an infinite "
+                f"weight; set {path}.min_history_len to at least 1",
+            )
 
 
 RULES = (

@@ -50,6 +50,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "max_history_len": NOT_NEGATIVE,
         "max_candidates": COUNT,
         "min_history_len": NOT_NEGATIVE,
+        "history_len_exponent": NOT_NEGATIVE,
         "min_candidates": NOT_NEGATIVE,
     },
     pb.BadRows: {"limit": NOT_NEGATIVE},

@@ -76,7 +76,7 @@ class SyntheticSource(Source):
         request_time = _START + np.arange(first_row, first_row + num_rows)
         sizes = {
             pb.USER: np.ones(num_rows, np.int64),
-            pb.HISTORY: random.integers(config.min_history_len, config.max_history_len + 1, num_rows),
+            pb.HISTORY: self._history_lengths(random, num_rows),
             pb.CANDIDATE: random.integers(config.min_candidates, config.max_candidates + 1, num_rows),
         }
         columns = {
@@ -93,6 +93,14 @@ class SyntheticSource(Source):
                 values = self._values(random, column, total)
             columns[name] = values if column.side == pb.USER else _lists(values, sizes[column.side])
         return pa.table(columns)
+
+    def _history_lengths(self, random: np.random.Generator, num_rows: int) -> np.ndarray:
+        shortest, longest = self._config.min_history_len, self._config.max_history_len
+        if not self._config.history_len_exponent:
+            return random.integers(shortest, longest + 1, num_rows)
+        lengths = np.arange(shortest, longest + 1)
+        chances = lengths ** -float(self._config.history_len_exponent)
+        return random.choice(lengths, num_rows, p=chances / chances.sum())
 
     def _times(
         self, random: np.random.Generator, column: FileColumn, request_time: np.ndarray, sizes: np.ndarray

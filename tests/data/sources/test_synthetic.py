@@ -55,6 +55,15 @@ def test_lengths_are_uniform_and_ids_follow_a_power_law(sample):
     assert shares == sorted(shares, reverse=True)
 
 
+def test_lengths_may_follow_a_power_law(sample):
+    settings = {"num_rows": 1024, "min_history_len": 1, "max_history_len": 12, "history_len_exponent": 1.2}
+    table = open_source(source(**settings), sample.pipeline).read(0, 0, ["uih_item_id"])
+    counts = np.bincount([len(row) for row in table["uih_item_id"].to_pylist()], minlength=13)
+    weights = [n**-1.2 for n in range(1, 13)]
+    expected = 1024 * np.array([0, *weights]) / sum(weights)
+    assert (abs(counts - expected) < 5 * np.sqrt(expected) + 1e-9).all()
+
+
 def test_lengths_may_have_a_lower_end(sample):
     settings = {"min_history_len": 12, "min_candidates": 2, "max_candidates": 3}
     table = open_source(source(num_rows=200, **settings), sample.pipeline).read(
