@@ -5,7 +5,7 @@ batch k of an epoch, which depends on neither ranks nor readers; a loader only d
 make it.
 """
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 
 from recsys import protos as pb
@@ -44,6 +44,8 @@ class Loader:
         source: the source of the rows.
         batch_size: rows per batch; the last batches of an epoch may have fewer.
         counter: counts of this rank in the epoch so far.
+        exchange: replaces the rows of each batch that this rank has read by those that it trains on; None
+            keeps them. It is called for every batch, on all ranks in the same order.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Loader:
         self.source = reader.source
         self.batch_size = reader.settings.batch_size
         self.counter = counter
+        self.exchange: Callable[[BatchArrays], BatchArrays] | None = None
         self._reader = reader
         self._collator = collator
         self._unknown_ids = unknown_ids
@@ -178,6 +181,14 @@ class Loader:
                     yield from self._batches(number, start, stream)
                     number, start = number + 1, 0
 
+    def collate(self, arrays: BatchArrays) -> Batch:
+        """Makes a batch, at no position in the data, of any rows."""
+        return self._collator.collate(arrays, Position(), 0)
+
+    def filler(self, num_rows: int) -> BatchArrays:
+        """Makes filler rows, which have weight 0 and neither events nor candidates."""
+        return self._reader.filler(num_rows)
+
     def _indices(self, epoch: int, start: int) -> range:
         return batches_of_rank(self._reader.plan(epoch), start, self._rank, self._world_size)
 
@@ -189,7 +200,9 @@ class Loader:
                 first = start + step * self._world_size
                 position = Position(epoch, min(first + self._world_size, num_batches) - 1)
                 index = first + self._rank
-                arrays = self._count(next(stream)) if index < num_batches else self._reader.filler()
+                arrays = self._count(next(stream)) if index < num_batches else self.filler(self.batch_size)
+                if self.exchange is not None:
+                    arrays = self.exchange(arrays)
                 yield self._collator.collate(arrays, position, index)
         finally:
             self.counter.log(epoch)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from recsys.errors import RecsysError
 from recsys.training.rendezvous import fresh_store
 
-_TIMEOUT = timedelta(seconds=90)
+TIMEOUT = timedelta(seconds=90)
 """Timeout of a collective of a training run, and of the meeting of all processes at its start."""
 
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ class Processes:
 
 
 @contextmanager
-def process_group(timeout: timedelta = _TIMEOUT) -> Iterator[Processes]:
+def process_group(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
     """Sets up the process group of the run. No model, optimizer or pipeline may outlive the block.
 
     Args:
@@ -78,8 +78,8 @@ def _start(timeout: timedelta) -> Processes:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, rank, world_size = dist.HashStore(), 0, 1
     if dist.is_torchelastic_launched():
-        shared, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
-        store = fresh_store(shared, rank, world_size, _TIMEOUT)
+        shared, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store = fresh_store(shared, rank, world_size, TIMEOUT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
@@ -23,14 +24,16 @@ from recsys.config.checks.effects import behind_the_end
 from recsys.data import codes
 from recsys.data.batch import Batch, Position
 from recsys.data.convert import item_catalogue
+from recsys.data.convert.batch_rows import BatchRows
 from recsys.data.loader import Loader
 from recsys.data.schema.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import Model, build_model, layout_rule
 from recsys.training import checkpoint, pretrained, warm_start
 from recsys.training.averaging import WeightAverage
+from recsys.training.balance import RowExchange
 from recsys.training.checkpoint import CHECKPOINTS, Checkpoints
-from recsys.training.distributed import Processes, gather, on_main
+from recsys.training.distributed import TIMEOUT, Processes, gather, on_main
 from recsys.training.loss_scaling import LossScaler
 from recsys.training.optimizers import ScheduledOptimizer
 from recsys.training.recorded_step import recorder_for
@@ -315,6 +318,8 @@ def _build(
     optimizer = ScheduledOptimizer(wrapped, train, total_steps, _scaler(step, pipeline, processes))
     if recorder is not None:
         optimizer.record(recorder.update)
+    if train.balance_ranks and processes.world_size > 1:
+        reader.exchange = _row_exchange(pipeline, model, reader)
     seed_everything(_seed(pipeline, processes.rank, 0))
     return Session(
         pipeline=pipeline,
@@ -336,6 +341,17 @@ def _build(
         ),
         parameters=parameters,
         average=_average(wrapped, train),
+    )
+
+
+def _row_exchange(pipeline: pb.Pipeline, model: Model, reader: Loader) -> RowExchange:
+    return RowExchange(
+        BatchRows(pipeline, "train"),
+        lambda arrays: model.flops(reader.collate(arrays)),
+        reader.filler,
+        reader.batch_size,
+        # A group of its own, so that reading ahead does not mix with the other collectives of a step.
+        dist.new_group(backend="gloo", timeout=TIMEOUT),
     )
 
 

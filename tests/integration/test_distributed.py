@@ -101,6 +101,7 @@ def jobs(folder, uneven) -> dict[str, list[str]]:
     settings["retriever"] = [*RETRIEVER]
     settings["uneven"] = [*STILL, *uneven]
     settings["uneven_rows"] = [*STILL, *uneven, *OVER_ROWS]
+    settings["uneven_balanced"] = [*STILL, *uneven, "train.balance_ranks=true"]
     return settings
 
 
@@ -166,7 +167,7 @@ def assert_same_tensors(alone: Path, together: Path) -> None:
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "uneven", "uneven_rows"])
+@pytest.mark.parametrize("name", [*VARIANTS, "uneven", "uneven_rows", "uneven_balanced"])
 def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, name, monkeypatch):
     monkeypatch.setattr(table_values, "DRAWN_WHOLE", DRAWN_WHOLE.get(name, table_values.DRAWN_WHOLE))
     assert train(folder / "one" / name, *jobs[name]) == 0

@@ -154,4 +154,13 @@ def _nesterov(pipeline: pb.Pipeline) -> Iterator[Finding]:
         )
 
 
-RULES = (_evaluation, _nesterov, _tables, _column_wise, _table_precision)
+def _balance(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """A loss whose negatives are items of the rank's own rows would change if rows moved."""
+    if not pipeline.train.balance_ranks or not features.shared_columns(pipeline):
+        return
+    if features.samples_negatives(pipeline):
+        problem = "negatives are sampled from the rows of each rank, so moving rows would change the loss"
+        yield Finding("train.balance_ranks", f"{problem}; leave it out, or use a loss over all items")
+
+
+RULES = (_evaluation, _nesterov, _tables, _column_wise, _table_precision, _balance)

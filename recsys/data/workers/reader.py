@@ -115,9 +115,9 @@ class Reader:
         self._skipped: Counter[str] = Counter()
         self._blocks: Lru[ColumnBlock] = Lru(resident_blocks(self._plan, self._num_readers))
 
-    def filler(self) -> BatchArrays:
+    def filler(self, num_rows: int) -> BatchArrays:
         """Makes a batch of filler rows."""
-        return self._packer.filler(self.settings.batch_size)
+        return self._packer.filler(num_rows)
 
     def read(self, epoch: int, index: int) -> BatchArrays:
         """Makes the arrays of batch `index` of an epoch's plan, in new memory.
