@@ -14,10 +14,11 @@ cases differ in the lengths of histories; the last has another model:
   zipf      320 rows of 1 to 4,096 events, with probabilities proportional to n^-1.2
   kuairand  the model of configs/kuairand_ranking.config on 128 rows of up to 200 events
 
-For each case, the record has the time of a step, tokens and useful FLOP per second, the share of time that
-rank 0 waited for its reader, and the largest peak memory of a rank. `straggler` is the FLOP of the rank that
-has most over the mean of all ranks, averaged over steps. `efficiency` is the FLOP per second of a rank over
-those of a run with 1 rank in the same file. New results are added to those in the file.
+On several ranks, cases with different lengths are measured twice: as rows are read, and with
+train.balance_ranks. The record has the time of a step, tokens and useful FLOP per second, the share of time
+that rank 0 waited for its batches, and the largest peak memory of a rank. `straggler` is the FLOP of the rank
+that has most over the mean of all ranks, averaged over steps. `efficiency` is the FLOP per second of a rank
+over those of a run with 1 rank in the same file. New results are added to those in the file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +78,7 @@ class Record:
 
     case: str
     ranks: int
+    balanced: bool
     device: str
     backend: str
     rows: int
@@ -100,8 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records: list[Record] = []
     try:
         with process_group() as processes:
-            for name in dict.fromkeys(options.case or CASES):
+            for name, balanced in measured(options.case or CASES, processes.world_size):
                 pipeline = case_of(options.config, name, options.overrides)
+                pipeline.train.balance_ranks = balanced
                 record = measure(name, pipeline, options, processes)
                 record = replace(record, efficiency=efficiency(record, options.record))
                 records.append(record)
@@ -113,6 +116,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     return 0
+
+
+def measured(cases: Iterable[str], ranks: int) -> Iterator[tuple[str, bool]]:
+    """Yields the cases to measure, with whether ranks exchange rows."""
+    for name in dict.fromkeys(cases):
+        yield name, False
+        if ranks > 1 and name != "equal":
+            yield name, True
 
 
 def case_of(path: Path, name: str, overrides: Sequence[str]) -> pb.Pipeline:
@@ -180,6 +191,7 @@ def _measure(name: str, session: Session, options: argparse.Namespace) -> Record
     return Record(
         case=name,
         ranks=ranks,
+        balanced=session.pipeline.train.balance_ranks,
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         backend=dist.get_backend(),
         rows=session.pipeline.data.batch_size,
@@ -227,8 +239,9 @@ def efficiency(record: Record, path: Path | None) -> float | None:
 def line_of(record: Record) -> str:
     """Formats a record as one line."""
     share = "" if record.efficiency is None else f", {record.efficiency:.1%} of linear"
+    name = f"{record.case}, balanced" if record.balanced else record.case
     return (
-        f"{record.case}, {record.ranks} x {record.rows} rows: {record.ms:.1f} ms, "
+        f"{name}, {record.ranks} x {record.rows} rows: {record.ms:.1f} ms, "
         f"{record.tokens_per_s:,.0f} tokens/s, {record.tflops_per_rank:.1f} TFLOP/s a rank{share}, "
         f"straggler {record.straggler:.2f}, data wait {record.data_wait:.1%}, peak {record.peak_mb:,.0f} MiB"
     )

@@ -38,3 +38,9 @@ def test_steps_are_measured_and_compared(tmp_path):
     assert entry["straggler"] == 1 and entry["efficiency"] is None
     four = replace(bench_scaling.Record(**entry), ranks=4, tflops_per_rank=0.75 * entry["tflops_per_rank"])
     assert bench_scaling.efficiency(four, record) == pytest.approx(0.75)
+
+
+def test_cases_of_different_lengths_are_measured_with_and_without_balance():
+    cases = list(bench_scaling.measured(["equal", "zipf", "equal"], 2))
+    assert cases == [("equal", False), ("zipf", False), ("zipf", True)]
+    assert list(bench_scaling.measured(["zipf"], 1)) == [("zipf", False)]
