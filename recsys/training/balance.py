@@ -9,6 +9,7 @@ All of this happens on the host, while the device is busy with earlier steps.
 import heapq
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class RowExchange:
 
     Args:
         rows: selects and joins rows.
-        count_flops: counts the FLOP of a forward pass over a batch, which depend on lengths alone.
+        count_flops: counts the FLOP of a forward pass over a batch from lengths alone.
         filler: makes a batch of n filler rows, which have neither events nor candidates.
         max_rows: most rows that a rank reads for a step.
         group: a gloo group of all ranks, which nothing else uses at the same time.
@@ -70,21 +71,35 @@ class RowExchange:
         return joined
 
     def costs(self, arrays: BatchArrays) -> np.ndarray:
-        """Returns the FLOP of a forward pass of each row, int64 [rows], without work that rows share."""
-        channels = arrays.channel_lengths.values()
-        lengths = np.stack([arrays.uih_lengths, arrays.num_candidates, *channels], axis=1).tolist()
-        return np.array(
-            [self._cost(tuple(row), arrays, number) for number, row in enumerate(lengths)], np.int64
-        )
+        """Returns the FLOP of a forward pass of each row, int64 [rows], without work that rows share.
 
-    def _cost(self, lengths: tuple[int, ...], arrays: BatchArrays, number: int) -> int:
+        They are those of lengths rounded to 7 binary digits, so that few of them have to be counted.
+        """
+        lengths = [arrays.uih_lengths, arrays.num_candidates, *arrays.channel_lengths.values()]
+        rounded = np.stack([_rounded(numbers) for numbers in lengths], axis=1).tolist()
+        return np.array([self._cost(tuple(row)) for row in rounded], np.int64)
+
+    def _cost(self, lengths: tuple[int, ...]) -> int:
         if self._shared is None:
             # Two rows have what rows share only once.
             self._shared = 2 * self._count_flops(self._filler(1)) - self._count_flops(self._filler(2))
         if lengths not in self._costs:
-            row = self._rows.select(arrays, np.array([number]))
-            self._costs[lengths] = max(1, self._count_flops(row) - self._shared)
+            self._costs[lengths] = max(1, self._count_flops(self._row(*lengths)) - self._shared)
         return self._costs[lengths]
+
+    def _row(self, events: int, candidates: int, *in_channels: int) -> BatchArrays:
+        """Makes a row of these lengths, which are all that a model needs to count its FLOP."""
+        row = self._filler(1)
+        channels = dict(zip(row.channel_lengths, in_channels, strict=True))
+        return replace(
+            row,
+            uih_lengths=np.array([events]),
+            num_candidates=np.array([candidates]),
+            uih_timestamps=np.zeros(events, np.int64),
+            candidate_timestamps=np.zeros(candidates, np.int64),
+            channel_lengths={name: np.array([length]) for name, length in channels.items()},
+            channel_events={name: np.arange(length) for name, length in channels.items()},
+        )
 
     def _gather_costs(self, costs: np.ndarray) -> list[np.ndarray]:
         """Returns the costs of the rows of all ranks."""
@@ -112,6 +127,11 @@ class RowExchange:
             pickle.loads(message.numpy()) if len(message) else None  # noqa: S301
             for message in output.split(splits)
         ]
+
+
+def _rounded(lengths: np.ndarray) -> np.ndarray:
+    unit = 1 << np.maximum(np.frexp(lengths)[1] - 7, 0)
+    return (lengths + unit // 2) // unit * unit
 
 
 def divide(costs: list[np.ndarray]) -> list[np.ndarray]:

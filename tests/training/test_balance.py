@@ -12,7 +12,9 @@ from recsys import config
 from recsys.data.convert.batch_rows import BatchRows
 from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
+from recsys.training import balance
 from recsys.training.balance import RowExchange, divide
+from tests.data.convert.test_batch_rows import FORMS
 from tests.integration.runs import CONFIG
 from tests.tools.forks import run_ranks
 
@@ -37,23 +39,39 @@ def test_even_work_stays_where_it_is():
     assert [owner.tolist() for owner in divide(costs)] != [[0, 0], [1, 1], [2]]
 
 
-def pipeline_and_loader(rank: int, world_size: int):
-    overrides = [f"data.batch_size={BATCH}", "data.num_lanes=1", "data.num_workers=0"]
+@pytest.mark.parametrize("form", FORMS)
+def test_costs_are_those_of_rows_alone(form, monkeypatch):
+    """The costs of rows add up to that of their batch, up to the rounding of lengths above 127."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    pipeline, loader = pipeline_and_loader(0, 1, *FORMS[form])
+    model = build_model(pipeline)
+    exchange = row_exchange(pipeline, model, loader)
+    arrays = loader._reader.read(0, 0)
+    assert exchange.costs(arrays).sum() == model.flops(loader.collate(arrays))
+    lengths = np.array([0, 1, 127, 128, 129, 1000, 4095])
+    assert balance._rounded(lengths).tolist() == [0, 1, 127, 128, 130, 1000, 4096]
+
+
+def pipeline_and_loader(rank: int, world_size: int, *overrides: str):
+    overrides = [*overrides, f"data.batch_size={BATCH}", "data.num_lanes=1", "data.num_workers=0"]
     pipeline = config.prepare(CONFIG, overrides).pipeline
     rule = layout_rule(pipeline)
     return pipeline, Loader.open(pipeline, "train", rule, rank=rank, world_size=world_size, shuffle=True)
+
+
+def row_exchange(pipeline, model, loader) -> RowExchange:
+    def count_flops(arrays):
+        return model.flops(loader.collate(arrays))
+
+    return RowExchange(BatchRows(pipeline, "train"), count_flops, loader.filler, BATCH)
 
 
 def batches(rank: int, start: int, steps: int) -> list[tuple[list, int]]:
     """The rows of this rank's batches, (row, lengths), and the FLOP of each batch."""
     pipeline, loader = pipeline_and_loader(rank, RANKS)
     model = build_model(pipeline)
-    loader.exchange = RowExchange(
-        BatchRows(pipeline, "train"),
-        lambda arrays: model.flops(loader.collate(arrays)),
-        loader.filler,
-        BATCH,
-    )
+    loader.exchange = row_exchange(pipeline, model, loader)
     return [
         (
             list(zip(batch.rows.row.tolist(), batch.uih_lengths.tolist(), strict=True)),
