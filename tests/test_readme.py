@@ -63,6 +63,7 @@ NOT_RUN = {
     "recsys evaluate --run-dir runs/quickstart": "the quickstart runs it",
     "recsys evaluate --run-dir runs/clicks --split validation": "tests/integration/test_commands.py",
     "recsys evaluate --run-dir runs/clicks --checkpoint newest": "tests/integration/test_commands.py",
+    "python scripts/bench_scaling.py": "tests/scripts/test_bench_scaling.py, with a small model",
     "python scripts/compile_protos.py": "the tests import what it makes",
     "python scripts/update_golden.py": "tests/test_golden.py compares what it writes",
     "python -m mkdocs serve": "it serves until it is stopped; tests/test_docs.py builds the site",

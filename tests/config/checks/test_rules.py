@@ -26,6 +26,10 @@ RANKER_RULES = [
         "data.test={synthetic {min_history_len: 9 max_history_len: 8}}",
         "data.test.synthetic.min_history_len: 9 is given, above max_history_len, which is 8",
     ),
+    (
+        "data.test={synthetic {history_len_exponent: 1.2}}",
+        "data.test.synthetic.history_len_exponent: 1.2 is given, so that an empty history would have",
+    ),
     ("data.test={synthetic {min_candidates: 5}}", "data.test.synthetic.min_candidates: 5 is given, above"),
     ("data.stochastic_length={alpha: 1}", "data.stochastic_length.alpha: 1.0 is given; it must be above 1"),
     ("data.stochastic_length={alpha: 2.5}", "data.stochastic_length.alpha: 2.5 is given"),
@@ -431,6 +435,14 @@ def test_fp16_tables_are_not_averaged(tmp_path):
     overrides = ["model.embedding.table_precision=FP16", "train.weight_averaging={}"]
     (finding,) = config.check(load(RANKER, overrides, tmp_path).pipeline)
     assert finding.startswith("train.weight_averaging: an average of FP16 tables would lose small updates")
+
+
+@pytest.mark.parametrize("negatives", ["full", "in_batch", "uniform"])
+def test_rows_do_not_move_away_from_negatives_sampled_among_them(tmp_path, negatives):
+    overrides = [f"model.retriever.loss={{softmax {{{negatives} {{}}}}}}", "train.balance_ranks=true"]
+    findings = config.check(load(RETRIEVER, overrides, tmp_path).pipeline)
+    expected = [] if negatives == "full" else ["train.balance_ranks: negatives are sampled from the rows"]
+    assert [finding[: len(text)] for finding, text in zip(findings, expected, strict=True)] == expected
 
 
 CONTEXTUAL = "model.ranker.preprocessor.contextual"
