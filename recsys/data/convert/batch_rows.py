@@ -1,5 +1,6 @@
 """Selects and joins rows of `BatchArrays`, so that ranks can exchange rows of batches that they have read."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -30,6 +31,7 @@ class BatchRows:
     def __init__(self, pipeline: pb.Pipeline, mode: Mode) -> None:
         columns = features.columns(pipeline)
         self._num_keys = sum(column.table is not None for column in columns)
+        self._widths = {column.name: math.prod(column.batch_shape) for column in columns}
         in_file = file_columns(pipeline, mode)
         self._sides = {
             "value_counts": {column.name: column.side for column in columns},
@@ -101,4 +103,5 @@ class BatchRows:
             yield "channel_lengths", channel, each
         for name, side_of in self._sides.items():
             for key in getattr(arrays, name):
-                yield name, key, sides[side_of[key]]
+                width = self._widths[key] if name == "numbers" else 1
+                yield name, key, sides[side_of[key]] * width

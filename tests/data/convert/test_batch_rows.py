@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from recsys import config
+from recsys import protos as pb
 from recsys.data.convert.batch_rows import BatchRows
 from recsys.data.convert.packer import BatchArrays
 from recsys.data.loader import Loader
@@ -55,3 +56,17 @@ def test_rows_are_those_of_batches_of_another_size(form):
     assert_same(rows.select(arrays, chosen), expected)
     nothing = rows.select(arrays, chosen[:0])
     assert_same(rows.join([nothing, rows.select(arrays, chosen)]), expected)
+
+
+def test_several_numbers_of_an_element_stay_together(monkeypatch):
+    """Kinds of features of other packages may have them. Numbers tell the candidate that they belong to."""
+    pipeline, whole = reader("ranker", 16)
+    rows, arrays = BatchRows(pipeline, "train"), whole.read(0, 1)
+    monkeypatch.setitem(rows._widths, "pair", 2)
+    monkeypatch.setitem(rows._sides["numbers"], "pair", pb.CANDIDATE)
+    arrays.numbers["pair"] = np.repeat(np.arange(arrays.num_candidates.sum()), 2)
+    chosen = np.array([9, 2, 15])
+    owner = np.repeat(np.arange(16), arrays.num_candidates)
+    expected = np.concatenate([np.repeat(np.flatnonzero(owner == row), 2) for row in chosen])
+    assert len(expected) >= 6
+    np.testing.assert_array_equal(rows.select(arrays, chosen).numbers["pair"], expected)
