@@ -42,7 +42,12 @@ def run(call: cli.Call) -> None:
         predictor = Predictor(package, call.pipeline)
         source = open_source(given_source(call.flags.input, call.pipeline), predictor.pipeline)
         if call.dry_run:
-            log.info("dry run: the model is loaded and checked; %d rows would be scored", source.num_rows)
+            checked = (
+                "the package answers its golden rows"
+                if call.flags.checkpoint is None
+                else "the model is loaded"
+            )
+            log.info("dry run: %s; %d rows would be scored", checked, source.num_rows)
             return
         done = predict(predictor, source, Path(call.flags.output or call.run_dir / "predictions"))
     log.info("%d rows, %d of them left out as bad: %s", done.rows, done.left_out, done.folder)

@@ -88,6 +88,8 @@ NOT_RUN = {
     "--output scores": "tests/integration/test_signed.py",
     "python examples/cpp/prepare.py runs/quickstart/export runs/quickstart/cpp": "tests/integration/"
     "test_cpp.py",
+    "recsys predict --run-dir runs/clicks --checkpoint best --input FILES": "tests/integration/"
+    "test_export_predict.py",
     "recsys predict --run-dir runs/clicks --set 'predict.index={faiss {}}'": "it needs a package and faiss; "
     "tests/inference",
     "recsys sweep --config x.config --vary 'model.embedding_dim=[32,64]' "

@@ -37,6 +37,7 @@ def run(module, pipeline, rows):
     for column in ("age", "candidate_price"):
         values = [[row.values[column]] if column == "age" else row.values[column] for row in rows]
         nested[column] = [torch.tensor(row)[:, None] for row in values]
+        embeddings[column] = torch.cat(nested[column])
     return module(embeddings, batch), nested
 
 
@@ -197,8 +198,10 @@ def run_without_user(module, pipeline, rows):
         f"{side}_{name}": WIDTHS[name] for side in ("uih", "candidate") for name in ("item_id", "tags")
     }
     counts = {name: [len(row.values[name]) for row in rows] for name in columns}
-    embeddings = {name: torch.randn(sum(counts[name]), width) for name, width in columns.items()}
-    return module(embeddings, batch), {name: value.split(counts[name]) for name, value in embeddings.items()}
+    vectors = {name: torch.randn(sum(counts[name]), width) for name, width in columns.items()}
+    prices = torch.tensor([price for row in rows for price in row.values["candidate_price"]])
+    inputs = vectors | {"candidate_price": prices[:, None]}
+    return module(inputs, batch), {name: value.split(counts[name]) for name, value in vectors.items()}
 
 
 def test_dropout_is_for_training():

@@ -44,7 +44,8 @@ def test_more_features_are_joined_and_projected():
     items = torch.randn(9, 8)
     stars = torch.tensor(sum((row.values["uih_stars"] for row in rows), []))
     expected = torch.cat([items, stars[:, None]], dim=1) @ module.project.weight.T + module.project.bias
-    actual = module({"uih_item_id": items}, batch_of(pipeline, rows)).sequence.values
+    inputs = {"uih_item_id": items, "uih_stars": stars[:, None]}
+    actual = module(inputs, batch_of(pipeline, rows)).sequence.values
     torch.testing.assert_close(actual, expected)
 
 
