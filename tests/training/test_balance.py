@@ -49,6 +49,10 @@ def test_costs_are_those_of_rows_alone(form, monkeypatch):
     exchange = row_exchange(pipeline, model, loader)
     arrays = loader._reader.read(0, 0)
     assert exchange.costs(arrays).sum() == model.flops(loader.collate(arrays))
+    monkeypatch.setattr(exchange, "_count_flops", lambda rows: 500 + 7 * int(rows.uih_lengths.sum()))
+    exchange._costs.clear()
+    exchange._shared = None
+    assert exchange.costs(arrays).tolist() == [max(1, 7 * n) for n in arrays.uih_lengths.tolist()]
     lengths = np.array([0, 1, 127, 128, 129, 1000, 4095])
     assert balance._rounded(lengths).tolist() == [0, 1, 127, 128, 130, 1000, 4096]
 
