@@ -284,10 +284,12 @@ class _Parser:
 
     def _finding(self, token: Token, path: str, problem: str) -> None:
         self.locations.pop(path, None)
-        self._findings.append((token.line, token.column, f"{self._line(token)}: {path}: {problem}"))
+        self._findings.append(
+            (token.line, token.column, f"{self._line(token)}: {_cut(path)}: {_cut(problem)}")
+        )
 
     def _syntax(self, token: Token, problem: str) -> None:
-        self._findings.append((token.line, token.column, f"{self._place(token)}: {problem}"))
+        self._findings.append((token.line, token.column, f"{self._place(token)}: {_cut(problem)}"))
 
 
 def _require_no_clash(message: Message, field: FieldDescriptor, seen: dict[str, Token]) -> None:
@@ -305,3 +307,8 @@ def _store(message: Message, field: FieldDescriptor, value: Any) -> None:
         getattr(message, field.name).append(value)
     else:
         setattr(message, field.name, value)
+
+
+def _cut(text: str) -> str:
+    """Shortens words that only a damaged file has."""
+    return re.sub(r"\S{200,}", lambda word: f"{word[0][:50]}... ({len(word[0]):,} characters)", text)

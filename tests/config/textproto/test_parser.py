@@ -41,6 +41,10 @@ MISTAKES = [
         "train { qqq { a { b: 1 } } }",
         "x.config:@: train.qqq: no such field. Allowed here: num_epochs, num_steps",
     ),
+    (
+        f"train {{ {'q' * 300}: 1 }}",
+        "x.config:@: train.qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq... (306 characters): no such field.",
+    ),
     ("data { batch_size: 2.5 }", "x.config:@: data.batch_size: expected a whole number (int32), found 2.5"),
     ("data { batch_size: 3000000000 }", "x.config:@: data.batch_size: 3000000000 does not fit int32"),
     ("data { batch_size: x }", "x.config:@: data.batch_size: expected a whole number (int32), found x"),
