@@ -132,12 +132,15 @@ def metrics(
 
 
 class Ranked:
-    """Accumulates the metrics of a config's model over blocks of scores."""
+    """Accumulates the metrics of a config's model over blocks of scores, in this process alone."""
 
     def __init__(self, pipeline: pb.Pipeline):
         lists = model_of(pipeline).metrics()
         chosen = [pick(metric) for metric_list in lists for metric in metric_list.metrics]
         self._metrics = {metric.name: metric for metric in (part.cls(part.config) for part in chosen)}
+        for metric in self._metrics.values():
+            # In a training run, only rank 0 computes baselines: the others would not answer.
+            metric.distributed_available_fn = lambda: False
 
     def add(self, scores: np.ndarray, rows: Interactions, rule: SeenRule) -> None:
         """Adds the rows of a block; the arguments are the same as in `rank_targets`."""

@@ -40,6 +40,9 @@ NUM_PICTURES = 4
 LATE_BATCHES = {"cuda": 1}
 """Number of batches that may be in flight before the loop reads a result, by kind of device; 0 by default."""
 
+LONG_STOP = 1.0
+"""Report a stop of training for a checkpoint from this many seconds."""
+
 log = logging.getLogger(__name__)
 
 
@@ -274,8 +277,11 @@ class Trainer:
         self._read_results()
         self._grad_norm()
         with self._meter.paused():
+            began = time.perf_counter()
             self._show_checkpoint(session.checkpoints.wait())
             session.begin_save()
+            if (seconds := time.perf_counter() - began) >= LONG_STOP:
+                log.info("step %d: training stood still for %.1f s to copy its state", progress.step, seconds)
         for hook in self._hooks:
             hook.copied(progress.step)
 

@@ -1,15 +1,18 @@
 """Baselines beside evaluations, against loops over the files."""
 
 import math
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 
 from recsys import config
 from recsys.evaluation import reference
 from recsys.evaluation.reference import measure_reference
+from tests.tools.forks import run_ranks
 
 FOLDER = Path("tests/data/movielens")
 
@@ -42,6 +45,21 @@ def test_popularity_is_that_of_the_files():
     assert popularity["ndcg@10"] == pytest.approx(np.mean(gains), abs=1e-6)
     assert popularity["mrr"] == pytest.approx(np.mean(1 / np.array(ranks)), abs=1e-6)
     assert measured.metrics["co-occurrence"]["ndcg@10"] > 3 * popularity["ndcg@10"]
+
+
+def measure_on_rank_0(rank, folder, expected):
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    if rank == 0:
+        pipeline = config.prepare("configs/movielens_small_retrieval.config").pipeline
+        assert measure_reference(pipeline).metrics["popularity"] == expected
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_rank_0_needs_no_answer_from_the_others(tmp_path):
+    pipeline = config.prepare("configs/movielens_small_retrieval.config").pipeline
+    run_ranks(measure_on_rank_0, str(tmp_path), measure_reference(pipeline).metrics["popularity"])
 
 
 def test_large_data_and_rankers_have_no_reference(monkeypatch):
