@@ -25,7 +25,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
     config.addinivalue_line("markers", "interpreted: runs in the process of Triton's interpreter")
     config.addinivalue_line("markers", "slow: longer than CI can afford; runs with --slow")
-    # Workers of pytest-xdist share the cores.
+    # Workers of pytest-xdist share the cores, and each has one of the GPUs.
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if worker and gpus:
+        listed = gpus.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = listed[int(worker.removeprefix("gw")) % len(listed)]
     torch.set_num_threads(1)
     # Processes started in the background may ignore Ctrl-C, and so would their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)

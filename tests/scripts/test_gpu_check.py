@@ -63,7 +63,7 @@ def test_a_part_can_be_chosen(tmp_path):
     assert not any(call.startswith("-m pytest") for call in calls)
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(3, 3), (200, 32)])
+@pytest.mark.parametrize(("cores", "workers"), [(3, 3), (200, 56)])
 def test_tests_alone_in_a_process_for_each_core(cores, workers, tmp_path):
     for name, says in (("nproc", f"${{OMP_NUM_THREADS:-{cores}}}"), ("nvidia-smi", "Some GPU, 1.2")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
