@@ -20,7 +20,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device, non_blocking: boo
     """
     # Wide types come first, so that every tensor starts at a multiple of its own size.
     order = sorted(range(len(tensors)), key=lambda place: -tensors[place].element_size())
-    pieces = [tensors[place].contiguous().flatten().view(torch.uint8) for place in order]
+    pieces = [_bytes_of(tensors[place]) for place in order]
     sizes = [len(piece) for piece in pieces]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=non_blocking and device.type == "cuda")
     torch.cat(pieces, out=host)
@@ -29,3 +29,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device, non_blocking: boo
         original = tensors[place]
         copies[place] = piece.view(original.dtype).view(original.shape)
     return copies
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    # A tensor of one number may have a stride of 0, which counts as contiguous and has no view as bytes.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

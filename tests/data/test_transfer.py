@@ -19,6 +19,8 @@ def test_copies_equal_the_tensors_and_share_one_piece_of_memory():
         torch.tensor(2.5, dtype=torch.float64),
         torch.randn(9, generator=generator).half(),
         torch.arange(3, dtype=torch.uint8),
+        torch.tensor(7).expand(1),  # a stride of 0
+        torch.arange(20)[5:9],
     ]
     copies = to_device(tensors, torch.device("cpu"))
     for tensor, copy in zip(tensors, copies, strict=True):
