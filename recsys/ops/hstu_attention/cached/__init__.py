@@ -178,8 +178,8 @@ def _extended(facts: AttentionFacts, only_targets: bool, num_units: int) -> Cach
         facts.has_bias,
         facts.needs_grad,
         facts.deterministic,
-        only_targets,
-        num_units,
+        only_targets=only_targets,
+        num_units=num_units,
     )
 
 
