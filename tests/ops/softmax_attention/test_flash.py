@@ -92,5 +92,7 @@ def test_targets_and_contextual_tokens_are_not_for_it():
 @pytest.mark.parametrize("dims", [(64, 64), (50, 50), (32, 128)])
 def test_on_a_gpu(dims, mask):
     given = problem([(200, 0), (0, 0), (1, 0), (333, 0), (64, 0)], 0, mask, heads=2, dims=dims)
-    harness.assert_near(given.cast(torch.bfloat16), ON_GPU, floor=2e-3)
+    # An event that sees only itself has gradients of 0 for q and k, from differences that are rounded.
+    rounding = 1e-3 if mask.window == 1 else 0.0
+    harness.assert_near(given.cast(torch.bfloat16), ON_GPU, floor=2e-3, absolute=rounding)
     harness.assert_nothing_waits(given.cast(torch.bfloat16), ON_GPU)
