@@ -70,5 +70,5 @@ def _facts(
     return replace(facts, histories_only=True)
 
 
-# "flash" has not been timed on a GPU yet, so "auto" takes the reference.
+# "flash" has been timed on a GPU, but no training has taken it yet, so "auto" takes the reference.
 OP = Op("softmax_attention", __name__, backends=("reference", "flash"), facts=_facts)
