@@ -15,6 +15,9 @@ from torch.nn import functional as F
 
 from recsys.ops.linear_logp.parallel import linear_logp_sharded
 
+# PyTorch 2.13 renamed the function, and warns about the earlier name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class CataloguePart:
@@ -88,7 +91,7 @@ def _largest(count: int) -> int:
 def _gathered(rows: Tensor, part: CataloguePart) -> Tensor:
     """Joins equally many rows of all ranks."""
     joined = rows.new_empty(part.world_size * rows.shape[0], *rows.shape[1:])
-    dist.all_gather_into_tensor(joined, rows.contiguous())
+    _all_gather(joined, rows.contiguous())
     return joined
 
 
