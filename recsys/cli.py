@@ -1,8 +1,8 @@
 """Implements the command line that all commands share: flags, logging, exit codes of errors.
 
 An entry point is a function of a `Call` and one line, `return cli.main("train", run, arguments)`. Exit codes:
-0 success, 1 run-time error, 2 usage or config, 3 data, 4 non-finite loss, 5 installation, 130 and 143 after a
-signal, 141 if the output is no longer read.
+0 success, 1 run-time error, 2 usage or config, 3 data, 4 non-finite loss, 5 installation, 6 a rank is stopped
+or gone, 130 and 143 after a signal, 141 if the output is no longer read.
 """
 
 import argparse

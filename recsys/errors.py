@@ -66,6 +66,12 @@ class Terminated(RecsysError):
         return (type(self), (str(self), self.signal_number))
 
 
+class LostRankError(RecsysError):
+    """Reports that a run ended because one of its ranks is stopped, stuck or gone; exit code 6."""
+
+    exit_code = 6
+
+
 class InstallationError(RecsysError):
     """Reports a missing or mismatched part of the installation; exit code 5."""
 

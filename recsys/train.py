@@ -17,7 +17,7 @@ def run(call: cli.Call) -> None:
     if call.pipeline.data.num_workers:
         start_server()
     environment.import_torchrec_quietly()
-    from recsys.training.distributed import process_group
+    from recsys.training.distributed import collective_timeout, process_group
     from recsys.training.dry_run import dry_run
     from recsys.training.hooks.profile import Profile
     from recsys.training.run import folder_hooks, train
@@ -25,7 +25,7 @@ def run(call: cli.Call) -> None:
     profiles = [Profile(call.flags.profile)] if call.flags.profile else []
     if call.dry_run and profiles:
         raise ConfigError("--profile: --dry-run trains one step only; leave one of them out")
-    with process_group() as processes:
+    with process_group(collective_timeout(call.pipeline.train)) as processes:
         if call.dry_run:
             dry_run(call.pipeline, processes)
             return

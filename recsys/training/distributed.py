@@ -16,11 +16,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from recsys.errors import RecsysError
+from recsys import protos as pb
+from recsys.errors import LostRankError, RecsysError
 from recsys.training.rendezvous import fresh_store
 
 TIMEOUT = timedelta(seconds=90)
-"""Timeout of a collective of a training run, and of the meeting of all processes at its start."""
+"""Timeout of a collective, and of the meeting of all processes at the start."""
+
+_LATER = timedelta(seconds=30)
+"""Collectives time out so much later than `train.rank_timeout`, so that the error can name the rank."""
 
 Result = TypeVar("Result")
 
@@ -54,6 +58,9 @@ def process_group(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
     An object that survives the block holds communicators, and a process that exits with live communicators
     sometimes aborts. That is why garbage is collected and ranks meet at a barrier before the group is
     destroyed. After an error there is no barrier, since the other ranks may be gone.
+
+    Raises:
+        LostRankError: a collective failed because another rank is gone, or did not come in time.
     """
     if dist.is_initialized():
         yield Processes(dist.get_rank(), dist.get_world_size(), _device())
@@ -64,11 +71,28 @@ def process_group(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
         yield processes
         gc.collect()
         dist.barrier()
+    except RuntimeError as error:
+        if _is_broken_collective(error):
+            raise LostRankError(
+                f"rank {processes.rank} waited for a rank that is gone or did not come "
+                f"({str(error).split('. ')[0]}). The output of the rank that ended first has the cause"
+            ) from error
+        raise
     finally:
         gc.collect()
         dist.destroy_process_group()
         # torch.distributed installs a hook that prefixes traceback lines with the rank, and never removes it.
         sys.excepthook = show_error
+
+
+def collective_timeout(train: pb.Train) -> timedelta:
+    """Returns the timeout of collectives of a training run."""
+    return timedelta(seconds=train.rank_timeout) + _LATER
+
+
+def _is_broken_collective(error: RuntimeError) -> bool:
+    """Returns whether NCCL, a store, or gloo raised the error; gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _start(timeout: timedelta) -> Processes:

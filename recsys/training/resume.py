@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "train.sharding",
     "train.sharding_plan",
     "train.unique_ids",
+    "train.rank_timeout",
     "data.validation",
     "data.test",
     "data.eval_batch_size",

@@ -33,7 +33,7 @@ from recsys.training import checkpoint, pretrained, warm_start
 from recsys.training.averaging import WeightAverage
 from recsys.training.balance import RowExchange
 from recsys.training.checkpoint import CHECKPOINTS, Checkpoints
-from recsys.training.distributed import TIMEOUT, Processes, gather, on_main
+from recsys.training.distributed import Processes, collective_timeout, gather, on_main
 from recsys.training.loss_scaling import LossScaler
 from recsys.training.optimizers import ScheduledOptimizer
 from recsys.training.recorded_step import recorder_for
@@ -351,7 +351,7 @@ def _row_exchange(pipeline: pb.Pipeline, model: Model, reader: Loader) -> RowExc
         reader.filler,
         reader.batch_size,
         # A group of its own, so that reading ahead does not mix with the other collectives of a step.
-        dist.new_group(backend="gloo", timeout=TIMEOUT),
+        dist.new_group(backend="gloo", timeout=collective_timeout(pipeline.train)),
     )
 
 

@@ -27,6 +27,7 @@ from recsys.data.loader import Loader
 from recsys.errors import NonFiniteLossError, RecsysError
 from recsys.training.diagnostics import DiagnosticResults, Diagnostics
 from recsys.training.evaluator import BestMetric, counted, evaluate
+from recsys.training.heartbeat import TOGETHER, Heartbeat
 from recsys.training.hooks import Diagnosed, Evaluated, Hook, Outcome, Trained
 from recsys.training.session import Session
 from recsys.training.signals import WRITE_FAILED, catching_signals
@@ -63,6 +64,9 @@ class Trainer:
         self._best_metric = BestMetric.of(session.model, session.pipeline.train.evaluation)
         device, world_size = session.processes.device, session.processes.world_size
         self._meter = Meter(peak_flop_per_s(device), world_size)
+        self._heartbeat = Heartbeat(session.processes, session.pipeline.train.rank_timeout)
+        if session.train.exchange is not None:
+            session.train.exchange = self._heartbeat.at(TOGETHER)(session.train.exchange)
         self._pipeline = step_pipeline(session)
         self._batches: Iterator[Batch] | None = None
         self._unread: deque[tuple[int, PendingResult]] = deque()
@@ -79,12 +83,21 @@ class Trainer:
 
         Raises:
             NonFiniteLossError: on all ranks. The weights that it changed are neither saved nor evaluated.
+
+        If another rank is stopped or stuck, the process ends with the exit code of LostRankError.
         """
-        stream = self._meter.watch(self._session.batches())
+        stream = self._meter.watch(self._heartbeat.reading(self._session.batches()))
         received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main
-        with closing(stream), catching_signals(received, announce=announce), self._finishing_checkpoint():
+        with (
+            closing(stream),
+            catching_signals(received, announce=announce),
+            self._heartbeat,
+            self._finishing_checkpoint(),
+        ):
             while not self._session.finish_reason() and not self._signal:
-                position = self._train(stream)
+                self._heartbeat.step = self._session.progress.step + 1
+                with self._heartbeat.at(TOGETHER):
+                    position = self._train(stream)
                 self._show_checkpoint(self._session.checkpoints.written())
                 self._maybe_log(position)
                 evaluated = self._maybe_evaluate()
@@ -241,7 +254,8 @@ class Trainer:
         limit = self._session.pipeline.train.evaluation.max_batches or None
         pictures = NUM_PICTURES if processes.is_main else 0
         diagnostics = Diagnostics(model, processes.device, pictures) if closely else None
-        metrics = evaluate(model, rows, processes.device, limit, diagnostics)
+        with self._heartbeat.at("evaluating"):
+            metrics = evaluate(model, rows, processes.device, limit, diagnostics)
         return metrics, None if diagnostics is None else diagnostics.results()
 
     def _report(self, results: DiagnosticResults | None, step: int) -> None:
@@ -276,7 +290,7 @@ class Trainer:
             return
         self._read_results()
         self._grad_norm()
-        with self._meter.paused():
+        with self._meter.paused(), self._heartbeat.at("saving"):
             began = time.perf_counter()
             self._show_checkpoint(session.checkpoints.wait())
             session.begin_save()

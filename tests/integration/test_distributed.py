@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +20,7 @@ from recsys.training import checkpoint
 from recsys.training.distributed import process_group
 from tests.integration import ranks
 from tests.integration.runs import evaluate, finish, flags, records, tensors, torchrun, train, wait_for
-from tests.tools.forks import run_ranks, start_command
+from tests.tools.forks import Fork, run_ranks, start_command
 
 STILL = (
     "model.ranker.preprocessor.contextual.dropout=0",
@@ -277,14 +280,44 @@ def test_all_ranks_stop_when_a_state_cannot_be_written(two_ranks):
     assert 12 <= max(records(two_ranks / "full")) < 18, "the next state would be that of step 18"
 
 
-def test_evaluate_on_two_ranks_finds_what_one_process_finds(two_ranks):
-    """With the variables that torchrun sets; `test_readme` and the slow test below start it."""
-    chosen = ("--run-dir", str(two_ranks / "uneven"), "--split", "validation")
-    written = two_ranks / "uneven" / "validation_metrics.json"
+def start_two_ranks(command: str, *arguments: str) -> list[Fork]:
+    """Starts a command with the variables of torchrun, which `test_readme` and a slow test below start."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
-    for process in [start_command("evaluate", *chosen, RANK=rank, **shared) for rank in "01"]:
+    return [start_command(command, *arguments, RANK=rank, **shared) for rank in "01"]
+
+
+def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on(folder, two_ranks, jobs):
+    """Ranks exchange rows, as in the run without an interruption that it is compared with."""
+    run, whole = folder / "interrupted", two_ranks / "uneven_balanced"
+    arguments = flags(run, *jobs["uneven_balanced"], *HALF, "train.rank_timeout=3")
+    first, second = start_two_ranks("train", *arguments)
+    wait_for(lambda: max(records(run), default=0) >= 2, first)
+    os.kill(second.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    said = finish(first, code=6)
+    # Without a heartbeat, gloo would end the wait 33 s later, and the error would name nobody.
+    assert 2.5 < time.monotonic() - began < 20
+    named = (
+        rf"ERROR rank 1 \(pid {second.pid} on \S+\) has not answered for 3 s and was last seen at step \d, "
+    )
+    assert re.search(named, said) and "Traceback" not in said
+    second.kill()
+    second.communicate()
+    assert max(records(run)) < 8
+    for process in start_two_ranks("train", *arguments):
+        finish(process)
+    for kind in ("train", "evaluation"):
+        assert records(run, kind) == records(whole, kind)
+    last = Path("checkpoints") / "step-00000008"
+    assert_same_tensors(run / last, whole / last)
+
+
+def test_evaluate_on_two_ranks_finds_what_one_process_finds(two_ranks):
+    chosen = ("--run-dir", str(two_ranks / "uneven"), "--split", "validation")
+    written = two_ranks / "uneven" / "validation_metrics.json"
+    for process in start_two_ranks("evaluate", *chosen):
         finish(process)
     plan = json.loads(written.read_text())
     assert evaluate(*chosen) == 0
@@ -294,24 +327,30 @@ def test_evaluate_on_two_ranks_finds_what_one_process_finds(two_ranks):
 
 
 @pytest.mark.slow
-def test_the_command_under_torchrun_survives_the_death_of_a_rank_and_a_stop(tmp_path):
-    """Two ranks, one of them killed; then SIGTERM to torchrun; the curve is that of an uninterrupted run."""
+def test_the_command_under_torchrun_survives_a_death_a_stop_and_a_freeze(tmp_path, monkeypatch):
+    """A rank is killed; torchrun gets SIGTERM; rank 0 is stopped, and torchrun starts both again."""
     command = ("-m", "recsys.train")
     said = finish(torchrun(2, *command, *flags(tmp_path / "whole")))
     assert "find_unused_parameters" not in said
     parts = tmp_path / "parts"
 
-    def interrupt(step: int, number: int) -> None:
-        process = torchrun(2, *command, *flags(parts))
+    def reach(step: int, *launcher: str) -> tuple[subprocess.Popen[str], list[int]]:
+        process = torchrun(2, *launcher, *command, *flags(parts, "train.rank_timeout=5"))
         wait_for(lambda: max(records(parts), default=0) >= step, process)
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(ranks[-1]) if number == signal.SIGKILL else process.pid, number)
-        process.communicate(timeout=60)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        return process, [int(pid) for pid in children.split()]
 
-    interrupt(4, signal.SIGKILL)
-    interrupt(9, signal.SIGTERM)
+    process, pids = reach(3)
+    os.kill(pids[-1], signal.SIGKILL)
+    process.communicate(timeout=60)
+    process, _ = reach(7)
+    process.terminate()
+    process.communicate(timeout=60)
     saved = max(path.name for path in (parts / "checkpoints").glob("step-*"))
     assert saved == f"step-{max(records(parts)):08d}"
-    finish(torchrun(2, *command, *flags(parts)))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    process, pids = reach(10, "--max-restarts=1")
+    os.kill(pids[0], signal.SIGSTOP)
+    assert f"rank 0 (pid {pids[0]} on " in finish(process)
     assert records(parts) == records(tmp_path / "whole")
     assert records(parts, "evaluation") == records(tmp_path / "whole", "evaluation")

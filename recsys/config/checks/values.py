@@ -154,6 +154,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "max_grad_norm": POSITIVE,
         "accumulate_batches": COUNT,
         "log_every_steps": COUNT,
+        "rank_timeout": COUNT,
     },
     pb.Ema: {"decay": BELOW_ONE, "every_steps": COUNT},
     pb.Swa: {"start_step": COUNT, "every_steps": COUNT},
