@@ -150,8 +150,8 @@ class Heartbeat:
                 if store.check([_LOST]):
                     self._end(typed_json.parse(store.get(_LOST), Verdict))
         except dist.DistError as error:
-            # The process that holds the store is gone or ends, and torchrun ends this one.
-            log.warning("no heartbeat any more, a rank that is stopped is not named: %s", error)
+            # Whoever holds the store, torchrun or rank 0, is gone, and the main thread may wait for it forever.
+            self._end(Verdict([], f"the store through which ranks meet is gone ({error})"))
 
     def _beats(self, store: dist.Store) -> dict[int, Beat]:
         """Returns the beats of the ranks that have had one."""
