@@ -150,7 +150,7 @@ class Heartbeat:
                 if store.check([_LOST]):
                     self._end(typed_json.parse(store.get(_LOST), Verdict))
         except dist.DistError as error:
-            # Whoever holds the store, torchrun or rank 0, is gone, and the main thread may wait for it forever.
+            # Whoever holds the store (torchrun or rank 0) is gone. The main thread may wait for it forever.
             self._end(Verdict([], f"the store through which ranks meet is gone ({error})"))
 
     def _beats(self, store: dist.Store) -> dict[int, Beat]:
