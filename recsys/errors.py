@@ -66,7 +66,7 @@ class Terminated(RecsysError):
         return (type(self), (str(self), self.signal_number))
 
 
-class LostRankError(RecsysError):
+class LostProcessError(RecsysError):
     """Reports that a run ended because one of its ranks is stopped, stuck or gone; exit code 6."""
 
     exit_code = 6

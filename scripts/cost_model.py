@@ -261,7 +261,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus-per-host", type=positive, default=8)
     parser.add_argument("--batches", type=positive, default=1, help="batches that are read; default: 1")
     for name, value, meaning in (
-        ("tflops", 450.0, "useful TFLOP/s of a GPU in a step"),
+        ("tflops", 517.0, "useful TFLOP/s of a GPU in a step"),
         ("link-gb-per-s", 300.0, "GB/s that a GPU sends to others of its host"),
         ("network-gb-per-s", 50.0, "GB/s that a GPU sends to other hosts"),
         ("latency-us", 30.0, "microseconds of a collective of few bytes"),

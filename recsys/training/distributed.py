@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from recsys import protos as pb
-from recsys.errors import LostRankError, RecsysError
+from recsys.errors import LostProcessError, RecsysError
 from recsys.training.rendezvous import fresh_store
 
 TIMEOUT = timedelta(seconds=90)
@@ -60,7 +60,7 @@ def process_group(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
     destroyed. After an error there is no barrier, since the other ranks may be gone.
 
     Raises:
-        LostRankError: a collective failed because another rank is gone, or did not come in time.
+        LostProcessError: a collective failed because another rank is gone, or did not come in time.
     """
     if dist.is_initialized():
         yield Processes(dist.get_rank(), dist.get_world_size(), _device())
@@ -73,7 +73,7 @@ def process_group(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
         dist.barrier()
     except RuntimeError as error:
         if _is_broken_collective(error):
-            raise LostRankError(
+            raise LostProcessError(
                 f"rank {processes.rank} waited for a rank that is gone or did not come "
                 f"({str(error).split('. ')[0]}). The output of the rank that ended first has the cause"
             ) from error

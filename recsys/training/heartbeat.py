@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from recsys import typed_json
-from recsys.errors import LostRankError
+from recsys.errors import LostProcessError
 from recsys.training.distributed import Processes
 
 TOGETHER = "computing"
@@ -151,7 +151,8 @@ class Heartbeat:
                     self._end(typed_json.parse(store.get(_LOST), Verdict))
         except dist.DistError as error:
             # Whoever holds the store (torchrun or rank 0) is gone. The main thread may wait for it forever.
-            self._end(Verdict([], f"the store through which ranks meet is gone ({error})"))
+            if not self._stop.is_set():
+                self._end(Verdict([], f"the store through which ranks meet is gone ({error})"))
 
     def _beats(self, store: dist.Store) -> dict[int, Beat]:
         """Returns the beats of the ranks that have had one."""
@@ -167,9 +168,9 @@ class Heartbeat:
         if self._rank in verdict.ranks:
             faulthandler.dump_traceback(2)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            get_error_handler().record_exception(LostRankError(verdict.message))
+            get_error_handler().record_exception(LostProcessError(verdict.message))
         logging.shutdown()
-        os._exit(LostRankError.exit_code)
+        os._exit(LostProcessError.exit_code)
 
 
 class Watch:

@@ -84,7 +84,7 @@ class Trainer:
         Raises:
             NonFiniteLossError: on all ranks. The weights that it changed are neither saved nor evaluated.
 
-        If another rank is stopped or stuck, the process ends with the exit code of LostRankError.
+        If another rank is stopped or stuck, the process ends with the exit code of LostProcessError.
         """
         stream = self._meter.watch(self._heartbeat.reading(self._session.batches()))
         received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main

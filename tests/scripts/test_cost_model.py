@@ -1,6 +1,8 @@
 """The estimates are those of a count by hand, and of the figures on paper that the docs compare with."""
 
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -52,7 +54,7 @@ def test_the_latency_of_4096_gpus_is_that_on_paper():
 
 @pytest.mark.parametrize(("gpus", "seconds"), [(1, 0.0), (2, 0.01), (4, 0.015), (1000, 0.04995)])
 def test_an_all_reduce_sends_each_byte_twice_but_for_its_own_part(gpus, seconds):
-    """Of 1 GB, two GPUs send one half and then the other; four hosts' cards have 40 GB/s together."""
+    """Two GPUs send one half of 1 GB and then the other; the cards of a host have 40 GB/s together."""
     latency = 30e-6 if gpus > 1 else 0.0
     assert cost_model.all_reduce(1e9, CLUSTER, gpus) == pytest.approx(seconds + latency)
 
@@ -68,6 +70,13 @@ def test_a_step_waits_for_what_the_backward_pass_does_not_hide():
     assert time.total == pytest.approx(0.003 + time.all_to_all + 0.01503 - 0.002)
     hidden = cost_model.step_time(cost_model.dataclasses.replace(work, gradient_bytes=10**8), CLUSTER, 4)
     assert hidden.total == pytest.approx(0.003 + time.all_to_all)
+
+
+def test_the_docs_show_what_is_printed(capsys):
+    text = Path("docs/scaling.md").read_text(encoding="utf-8")
+    command, shown = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[:2]
+    cost_model.main(shlex.split(command)[2:])
+    assert capsys.readouterr().out == shown
 
 
 def test_what_is_printed_is_what_a_batch_has(capsys):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from recsys.errors import LostRankError
+from recsys.errors import LostProcessError
 from recsys.training.distributed import process_group
 from recsys.training.heartbeat import APART, BEATS, ENDED, READING, TOGETHER, Beat, Heartbeat, Verdict, Watch
 
@@ -14,7 +14,7 @@ def beat(number: int, *, step: int = 7, place: str = TOGETHER, beats_there: int 
 
 
 def watched(*rounds: dict[int, Beat]) -> list[Verdict | None]:
-    """What a watching rank sees in each look at the ranks' beats."""
+    """Verdicts of a watching rank, one for each look at the beats of all ranks."""
     watch = Watch(60)
     return [watch.look(beats) for beats in rounds]
 
@@ -72,7 +72,7 @@ def test_a_collective_that_breaks_is_an_error_about_ranks():
     expected = (
         r"^rank 0 waited .*\(\[/gloo/transport/tcp/pair.cc:537\] Read error: Connection reset by peer\)"
     )
-    with pytest.raises(LostRankError, match=expected), process_group():
+    with pytest.raises(LostProcessError, match=expected), process_group():
         raise RuntimeError(raised)
     with pytest.raises(RuntimeError, match="^shapes differ"), process_group():
         raise RuntimeError("shapes differ")
