@@ -189,14 +189,15 @@ class Watch:
 
     def look(self, beats: dict[int, Beat]) -> Verdict | None:
         """Returns which ranks make the others wait, if there are any. Call it once a beat."""
-        for rank, beat in beats.items():
-            same = self._beats.get(rank) == beat and beat.place != ENDED
+        running = {rank: beat for rank, beat in beats.items() if beat.place != ENDED}
+        for rank, beat in running.items():
+            same = self._beats.get(rank) == beat
             self._silent[rank] = self._silent.get(rank, 0) + 1 if same else 0
         self._beats = beats
-        stopped = [rank for rank in beats if self._silent[rank] >= BEATS]
+        stopped = [rank for rank in running if self._silent[rank] >= BEATS]
         if stopped:
             return self._verdict(stopped, "not answered")
-        stuck = {rank: beat for rank, beat in beats.items() if beat.beats_there >= BEATS}
+        stuck = {rank: beat for rank, beat in running.items() if beat.beats_there >= BEATS}
         waiting = [beat.step for beat in stuck.values() if beat.place == TOGETHER]
         late = [
             rank

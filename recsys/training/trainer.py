@@ -81,10 +81,10 @@ class Trainer:
     def run(self) -> Outcome:
         """Trains until the last step, the end of patience, or a signal, then saves the state. Collective.
 
+        If another rank is stopped or stuck, the process ends with the exit code of LostProcessError.
+
         Raises:
             NonFiniteLossError: on all ranks. The weights that it changed are neither saved nor evaluated.
-
-        If another rank is stopped or stuck, the process ends with the exit code of LostProcessError.
         """
         stream = self._meter.watch(self._heartbeat.reading(self._session.batches()))
         received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main

@@ -35,8 +35,9 @@ def test_a_rank_that_answers_again_is_not_late():
     assert watched(*silent, {0: beat(30), 1: beat(4)}, *silent) == [None] * (2 * BEATS + 1)
 
 
-def test_a_rank_that_has_ended_or_not_begun_is_not_late():
-    assert watched(*({0: beat(n), 1: beat(3, place=ENDED)} for n in range(2 * BEATS))) == [None] * 2 * BEATS
+def test_a_rank_that_has_ended_is_not_late():
+    ended = beat(3, place=ENDED, beats_there=BEATS)
+    assert watched(*({0: beat(n, beats_there=n), 1: ended} for n in range(2 * BEATS))) == [None] * 2 * BEATS
 
 
 @pytest.mark.parametrize("late", [{"place": READING}, {"place": APART, "step": 6}, {"step": 6}])
