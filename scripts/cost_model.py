@@ -6,14 +6,14 @@
 Prints the bytes of the sharded tables by optimizer and number type; then, for each number of GPUs, the bytes
 of a GPU, the bytes that it sends in a step, and the time of the step:
 
-    step = compute + 2 all-to-alls of embeddings + the all-reduce behind the backward pass + other
+    step = compute + 2 all-to-alls of embeddings + the all-reduce behind the backward pass + unexplained
 
 `compute` is the FLOP of a GPU's rows, as the model counts them, over `--tflops`, the rate of whole steps on
 one GPU, lookups and optimizers included. The two all-to-alls carry the embeddings of a GPU's ids and their
 gradients in float32; ids travel during the step before. All tables are taken to be divided by rows over all
 GPUs. An all-to-all takes the longer one of its parts inside and between hosts, and `--message-us` for each
 peer. The all-reduce of dense gradients runs during the backward pass, 2/3 of the compute, and only its rest
-counts. `--other-ms` is what steps of several GPUs were measured to take beyond that.
+counts. `--unexplained-ms` is what steps of several GPUs were measured to take beyond that.
 
 The default constants come from experiments/2026-11-28-scale, which says which are measured and which are not.
 """
@@ -79,7 +79,7 @@ class Cluster:
     network_gb_per_s: float
     latency_us: float
     message_us: float
-    other_ms: float
+    unexplained_ms: float
     straggler: float
 
 
@@ -90,13 +90,16 @@ class StepTime:
     compute: float
     all_to_all: float
     all_reduce: float
-    other: float
+    unexplained: float
 
     @property
     def total(self) -> float:
         """The time of the step."""
         return (
-            self.compute + self.all_to_all + max(0.0, self.all_reduce - BACKWARD * self.compute) + self.other
+            self.compute
+            + self.all_to_all
+            + max(0.0, self.all_reduce - BACKWARD * self.compute)
+            + self.unexplained
         )
 
 
@@ -106,7 +109,7 @@ def step_time(work: Work, cluster: Cluster, gpus: int) -> StepTime:
         compute=cluster.straggler * work.flop / (1e12 * cluster.tflops),
         all_to_all=2 * all_to_all(work.embedding_bytes, cluster, gpus),
         all_reduce=all_reduce(work.gradient_bytes, cluster, gpus),
-        other=1e-3 * cluster.other_ms if gpus > 1 else 0.0,
+        unexplained=1e-3 * cluster.unexplained_ms if gpus > 1 else 0.0,
     )
 
 
@@ -229,11 +232,11 @@ def _traffic(pipeline: pb.Pipeline, work: Work) -> Iterator[str]:
 
 def _steps(work: Work, cluster: Cluster, counts: Sequence[int]) -> Iterator[str]:
     yield "time of a step, ms:"
-    lines = [("GPUs", "compute", "all-to-all", "all-reduce", "other", "step", "tokens/s", "of linear")]
+    lines = [("GPUs", "compute", "all-to-all", "all-reduce", "unexplained", "step", "tokens/s", "of linear")]
     alone = work.flop / (1e12 * cluster.tflops)
     for gpus in counts:
         time = step_time(work, cluster, gpus)
-        parts = [time.compute, time.all_to_all, time.all_reduce, time.other, time.total]
+        parts = [time.compute, time.all_to_all, time.all_reduce, time.unexplained, time.total]
         speed = (f"{gpus * work.tokens / time.total:,.0f}", f"{alone / time.total:.1%}")
         lines.append((f"{gpus:,}", *(f"{1e3 * part:,.1f}" for part in parts), *speed))
     yield from _aligned(lines)
@@ -272,7 +275,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("network-gb-per-s", 50.0, "GB/s that a GPU sends to other hosts"),
         ("latency-us", 45.0, "microseconds of a collective of few bytes"),
         ("message-us", 10.0, "microseconds of each peer in an all-to-all"),
-        ("other-ms", 6.5, "milliseconds of a step on several GPUs that nothing else explains"),
+        ("unexplained-ms", 6.5, "milliseconds of a step on several GPUs that nothing else explains"),
         ("straggler", 1.0, "work of the busiest GPU over the mean"),
         ("unique", 1.0, "share of the ids that is sent; below 1 with train.unique_ids"),
         ("activation-bytes", 0.0, "bytes of activations a token"),

@@ -18,7 +18,7 @@ CLUSTER = cost_model.Cluster(
     network_gb_per_s=10.0,
     latency_us=30.0,
     message_us=10.0,
-    other_ms=2.0,
+    unexplained_ms=2.0,
     straggler=1.5,
 )
 
