@@ -18,6 +18,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from tests.tools.forks import ROOT, Server
+from tests.tools.interpreter_speed import speed_up_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -88,6 +89,7 @@ def mend_interpreter(monkeypatch) -> None:
     monkeypatch.setattr(builder, "options", options)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
     monkeypatch.setattr(interpreter, "_patch_lang", once_per_launch)
+    speed_up_interpreter(monkeypatch)
 
 
 def between_poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,100 @@
+"""Makes Triton's interpreter faster, by keeping descriptions of shapes and types.
+
+The interpreter describes the shape and the type of each tensor anew, which takes most of the time of tests
+with small tensors. Its checks of shapes still run, once for each shape.
+"""
+
+import functools
+import math
+
+import pytest
+
+
+def speed_up_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps descriptions of shapes and types until the end of the test.
+
+    Call it in the interpreter's process only.
+    """
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    _compute_types_of_tuples_when_asked(monkeypatch, core)
+    _keep_shapes(monkeypatch, core)
+    _keep_numpy_types(monkeypatch, interpreter)
+    _leave_equal_shapes_alone(monkeypatch, semantic.TritonSemantic)
+
+
+def _compute_types_of_tuples_when_asked(monkeypatch, core) -> None:
+    """Tuples describe the types of their values when they are made, and the interpreter never reads that."""
+    by_name = core.tuple.__getattr__
+
+    def init(self, args, type=None):
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def getattr_(self, name):
+        if name != "type":
+            return by_name(self, name)
+        self.type = core._type_for_tuple_values(self.values)
+        return self.type
+
+    monkeypatch.setattr(core.tuple, "__init__", init)
+    monkeypatch.setattr(core.tuple, "__getattr__", getattr_)
+
+
+def _keep_shapes(monkeypatch, core) -> None:
+    """Tensors and types of blocks of the same shape share its description, which nobody changes."""
+    equal = core.dtype.__eq__
+
+    @functools.cache
+    def checked(shape: tuple[int, ...]):
+        block = object.__new__(core.block_type)
+        block_init(block, core.float32, list(shape))
+        return block.shape, block.numel, str(block.shape)
+
+    @functools.cache
+    def described(shape: tuple[int, ...]):
+        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+
+    block_init = core.block_type.__init__
+
+    def init_block(self, element_ty, shape):
+        sizes = tuple(shape.values if isinstance(shape, core.tuple) else shape)
+        if not all(type(size) is int for size in sizes):
+            sizes = tuple(core._unwrap_shape(sizes))
+        self.element_ty = element_ty
+        self.shape, self.numel, name = checked(sizes)
+        self.name = f"<{name}, {element_ty}>"
+
+    def init_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = described(tuple(type.shape.values) if type.is_block() else ())
+
+    monkeypatch.setattr(core.block_type, "__init__", init_block)
+    monkeypatch.setattr(core.tensor, "__init__", init_tensor)
+    monkeypatch.setattr(core.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
+
+
+def _keep_numpy_types(monkeypatch, interpreter) -> None:
+    """Keeps NumPy's type for each name of a type: the interpreter builds a table of all types each time."""
+    look_up, by_name = interpreter._get_np_dtype, {}
+
+    def kept(triton_type):
+        name = triton_type.scalar.name
+        if name not in by_name:
+            by_name[name] = look_up(triton_type)
+        return by_name[name]
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", kept)
+
+
+def _leave_equal_shapes_alone(monkeypatch, semantic) -> None:
+    """Returns operands of the same shape at once: the interpreter compares lists of constants."""
+    broadcast = semantic.broadcast_impl_value
+
+    def faster(self, lhs, rhs):
+        shapes = [side.type.shape.values if side.type.is_block() else None for side in (lhs, rhs)]
+        return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
+
+    monkeypatch.setattr(semantic, "broadcast_impl_value", faster)
