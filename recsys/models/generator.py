@@ -6,6 +6,10 @@ decoder that writes one after another, or heads that predict all codes at once. 
 embeddings of their own too, and scores mix both kinds of probabilities.
 No token may know later events: `models.retriever_declaration` rejects masks, positions and times that would
 reveal them.
+
+With an `encoder`, a history has a token for each code, and the decoder attends to all of them. There is no
+state of a position then: an event that is to be predicted has an encoding of its own, of the events before
+it.
 """
 
 from dataclasses import dataclass
@@ -20,14 +24,15 @@ from recsys import protos as pb
 from recsys.config import checks, features
 from recsys.config.declarations import model_of
 from recsys.config.registry import pick, register
-from recsys.data.batch import Batch
+from recsys.data.batch import Batch, LayoutRule
 from recsys.data.codes import codes_of_table
 from recsys.models.base import Losses
 from recsys.models.beam_recall import WIDTHS, beam_recall
-from recsys.models.item_writers import ParallelItems, SequentialItems, rank_scores, rows_of
+from recsys.models.item_writers import Histories, ParallelItems, SequentialItems, rank_scores, rows_of
 from recsys.models.next_item import NextItemModel, last_of_each, position_weights
 from recsys.modules.beam_search import FoundItems, SeenItems
 from recsys.modules.code_decoder import CodeEmbedding
+from recsys.modules.code_encoder import CodeEncoder
 from recsys.modules.item_ids import ItemIds
 from recsys.modules.sequence import following
 
@@ -47,12 +52,12 @@ class CodeGeneratorOutputs:
     """The decoder's states and losses at the positions of all histories.
 
     Attributes:
-        states: float32 [U, E], what the decoder reads at each event.
+        states: float32 [U, E], what the decoder reads at each event; None with an encoder.
         losses: float32 [U], the loss of predicting the codes of the item after each event.
-        has_target: bool [U], whether a known item follows in the same row.
+        has_target: bool [U], whether a known item follows in the same row and is predicted.
     """
 
-    states: Tensor
+    states: Tensor | None
     losses: Tensor
     has_target: Tensor
 
@@ -83,16 +88,17 @@ class CodeGenerator(NextItemModel):
         self.register_buffer("codes", torch.from_numpy(np.concatenate([unknown, codes])))
         self.history = features.PREFIX[pb.HISTORY] + config.item_feature
         self.candidates = features.PREFIX[pb.CANDIDATE] + config.item_feature
-        preprocessor, mixer = pick(config.preprocessor), pick(config.mixer)
         parallel, init_std = config.HasField("parallel"), pipeline.model.embedding.init_std
         self.embed_codes = CodeEmbedding(sizes, width, init_std, mean=parallel)
-        self.preprocess = preprocessor.cls(preprocessor.config, pipeline=pipeline)
-        self.mix = mixer.cls(mixer.config, embedding_dim=width)
-        self.decode = (
-            ParallelItems(config.parallel, sizes, self.embed_codes, width, codes)
-            if parallel
-            else SequentialItems(config.decoder, sizes, self.embed_codes, width, codes)
-        )
+        self.encode: CodeEncoder | None = None
+        if config.HasField("encoder"):
+            most = pipeline.data.max_history_len
+            self.encode = CodeEncoder(config.encoder, len(sizes), width, most, init_std)
+        else:
+            preprocessor, mixer = pick(config.preprocessor), pick(config.mixer)
+            self.preprocess = preprocessor.cls(preprocessor.config, pipeline=pipeline)
+            self.mix = mixer.cls(mixer.config, embedding_dim=width)
+        self.decode = _writer(config, sizes, self.embed_codes, width, codes)
         self.ids = ItemIds(config.ids, len(codes), width, init_std) if config.HasField("ids") else None
         self.id_weight = config.ids.weight
         self.beam_size = model_of(pipeline).num_found
@@ -100,11 +106,20 @@ class CodeGenerator(NextItemModel):
         self.metric_choices = list(config.metrics)
         self.leaves_out_repeated = config.repeated_targets == pb.Retriever.LEAVE_OUT
 
+    @classmethod
+    def layout_rule(cls, config: pb.CodeGenerator, pipeline: pb.Pipeline) -> LayoutRule:
+        """Returns the rule by which the reader lays out rows: as histories, if an encoder reads them."""
+        if config.HasField("encoder"):
+            return LayoutRule(num_contextual=0, targets=False)
+        return super().layout_rule(config, pipeline)
+
     def forward(self, batch: Batch) -> CodeGeneratorOutputs:
         """Returns the states of all events, and the losses of the codes after them."""
         items = batch.ids[self.history].values()
         target = following(items, batch.uih_lengths, last=torch.zeros_like(batch.uih_lengths))
         with self.autocast():
+            if self.encode is not None:
+                return self._of_prefixes(batch, items, target)
             states = self._states(batch)
             losses = self.decode(states, self.codes[target].clamp(min=0))
             if self.ids is not None:
@@ -118,17 +133,20 @@ class CodeGenerator(NextItemModel):
         `batch.seen`. For a row without history it is what the writer says behind a state of zeros.
         """
         with self.autocast():
-            states = last_of_each(self._states(batch), batch.uih_lengths)
+            histories = self._histories(batch)
             if self.beam_size is not None:
-                return self._find(states, batch)
-            return self._mixed(self._scores(states), self.id_weight)
+                return self._find(histories, batch)
+            return self._mixed(self._scores(histories), self.id_weight)
 
     def item_vectors(self, batch: Batch) -> Tensor:
         """Returns the codes of all items, float32 [V, levels], which a package keeps with the ids."""
         return self.codes[1:].float()
 
     def flops(self, batch: Batch) -> int:
-        """Counts the FLOP of preprocessor, mixer, and the decoder at every event."""
+        """Counts the FLOP of preprocessor and mixer, or of the encoder, and of the decoder."""
+        if self.encode is not None:
+            cost = self.encode.cost(batch.layout)
+            return cost.flops + self.decode.flops(cost.prefixes, cost.tokens)
         events = batch.uih_timestamps.shape[0]
         ids = 0 if self.ids is None else self.ids.flops(events)
         return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + self.decode.flops(events) + ids
@@ -138,14 +156,14 @@ class CodeGenerator(NextItemModel):
 
         A candidate that a beam search does not find has the rank V + 1.
         """
-        states = last_of_each(outputs.states, batch.uih_lengths)
         targets = batch.ids[self.candidates].values()
         with self.autocast():
+            histories = self._histories(batch, outputs.states)
             if self.ids is not None:
-                return rank_scores(self._mixed(self._scores(states), self.id_weight), targets, batch)
+                return rank_scores(self._mixed(self._scores(histories), self.id_weight), targets, batch)
             if self.beam_size is None:
-                return self.decode.ranks(states, targets, batch)
-            items = self._find(states, batch).items
+                return self.decode.ranks(histories, targets, batch)
+            items = self._find(histories, batch).items
         hit = items[rows_of(batch.num_candidates, len(targets))] == targets[:, None] - 1
         is_hit = hit.any(1) & (targets > 0) & ~batch.repeated
         return torch.where(is_hit, 1 + hit.int().argmax(1), len(self.codes))
@@ -153,15 +171,14 @@ class CodeGenerator(NextItemModel):
     def exact_recall(self, batch: Batch) -> dict[str, Tensor]:
         """Counts the best `predict.top_k` items that beams of several widths find; see `beam_recall`."""
         with self.autocast():
-            states = last_of_each(self._states(batch), batch.uih_lengths)
-            widths = (*WIDTHS, self.beam_size)
-            return beam_recall(self.decode, states, _seen(batch), self.pipeline.predict.top_k, widths)
+            histories, widths = self._histories(batch), (*WIDTHS, self.beam_size)
+            return beam_recall(self.decode, histories, _seen(batch), self.pipeline.predict.top_k, widths)
 
     def weight_gains(self, batch: Batch) -> dict[str, Tensor]:
         """Sums NDCG of the candidates at `predict.top_k` for each of `WEIGHTS`."""
         outputs, k = self(batch), self.pipeline.predict.top_k
         with self.autocast():
-            scores = self._scores(last_of_each(outputs.states, batch.uih_lengths))
+            scores = self._scores(self._histories(batch, outputs.states))
         targets, gains = batch.ids[self.candidates].values(), {}
         counted = ~batch.repeated if self.leaves_out_repeated else torch.ones_like(batch.repeated)
         for weight in WEIGHTS:
@@ -170,10 +187,10 @@ class CodeGenerator(NextItemModel):
             gains[f"ndcg@{k}/weight_{weight:.2f}"] = torch.stack([gain.sum(), counted.sum().double()])
         return gains
 
-    def _scores(self, states: Tensor) -> Scores:
-        """Returns the log-probabilities of all items for states [B, E]."""
-        of_ids = None if self.ids is None else self.ids.scores(states, self._tokens())
-        return Scores(self.decode.score_items(states), of_ids)
+    def _scores(self, histories: Histories) -> Scores:
+        """Returns the log-probabilities of all items for each row."""
+        of_ids = None if self.ids is None else self.ids.scores(histories, self._tokens())
+        return Scores(self.decode.score_items(histories), of_ids)
 
     def _mixed(self, scores: Scores, weight: float) -> Tensor:
         """Returns the scores of all items, [B, V]. The mean over codes varies about as much as the ids."""
@@ -188,15 +205,49 @@ class CodeGenerator(NextItemModel):
             return tokens
         return tokens + (self.ids.table.weight[1:] if rows is None else self.ids.table(rows))
 
-    def _find(self, states: Tensor, batch: Batch) -> FoundItems:
-        """Returns the best items of states [B, E] by beam search, without those that the rows have seen."""
-        return self.decode.find(states, self.beam_size, _seen(batch))
+    def _find(self, histories: Histories, batch: Batch) -> FoundItems:
+        """Returns the best items of each row by beam search, without those that the rows have seen."""
+        return self.decode.find(histories, self.beam_size, _seen(batch))
+
+    def _histories(self, batch: Batch, states: Tensor | None = None) -> Histories:
+        """Returns the last state of each row, from all states [U, E] if given, or its encoded history."""
+        if self.encode is not None:
+            return self.encode(self._code_vectors(batch.ids[self.history].values()), batch.layout)
+        return last_of_each(self._states(batch) if states is None else states, batch.uih_lengths)
+
+    def _of_prefixes(self, batch: Batch, items: Tensor, target: Tensor) -> CodeGeneratorOutputs:
+        """Computes `forward` with an encoder, for the events that are to be predicted.
+
+        Args:
+            items: int64 [U], rows of the item table.
+            target: int64 [U], those of the items that follow; 0 for none.
+        """
+        layout, events, last = self.encode.prefixes(batch.layout)
+        histories = self.encode(self._code_vectors(items.index_select(0, events)), layout)
+        losses = self.decode(histories, self.codes[target.index_select(0, last)].clamp(min=0))
+        is_predicted = torch.zeros_like(target, dtype=torch.bool).index_fill(0, last, True)
+        return CodeGeneratorOutputs(
+            None, losses.new_zeros(len(items)).index_copy(0, last, losses), is_predicted & (target > 0)
+        )
+
+    def _code_vectors(self, items: Tensor) -> Tensor:
+        """Returns the embeddings of the codes of items, rows of the item table, [n, levels, E]."""
+        return self.embed_codes.each(self.codes[items])
 
     def _states(self, batch: Batch) -> Tensor:
         """Returns the states that the decoder reads, one per event, [U, E]."""
         tokens = self._tokens(batch.ids[self.history].values())
         embeddings = self.embed(batch) | {self.history: tokens}
         return self.mix(self.preprocess(embeddings, batch).sequence).history()
+
+
+def _writer(
+    config: pb.CodeGenerator, sizes: tuple[int, ...], embed: CodeEmbedding, width: int, codes: np.ndarray
+) -> ParallelItems | SequentialItems:
+    if config.HasField("parallel"):
+        return ParallelItems(config.parallel, sizes, embed, width, codes)
+    has_memory = config.HasField("encoder")
+    return SequentialItems(config.decoder, sizes, embed, width, codes, has_memory=has_memory)
 
 
 def _seen(batch: Batch) -> SeenItems:

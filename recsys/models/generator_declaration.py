@@ -9,12 +9,13 @@ from recsys.config.declarations import Choice
 from recsys.config.registry import declare
 from recsys.models.retriever_declaration import NextItemDeclaration
 
-limit(pb.CodeGenerator, required=("item_feature", "bundle", "preprocessor", "mixer"))
+limit(pb.CodeGenerator, required=("item_feature", "bundle"))
 limit(pb.ParallelCodes, {"temperature": POSITIVE})
 limit(pb.ItemIds, {"temperature": POSITIVE, "weight": SHARE})
 limit(pb.Decoding, {"beam_size": COUNT})
-limit(pb.CodeDecoder, {"num_layers": COUNT, "num_heads": COUNT, "ff_dim": COUNT, "dropout": BELOW_ONE})
-
+_LAYERS = {**dict.fromkeys(("num_layers", "num_heads", "ff_dim", "head_dim"), COUNT), "dropout": BELOW_ONE}
+limit(pb.CodeDecoder, _LAYERS)
+limit(pb.CodeEncoder, {**_LAYERS, "targets_per_row": COUNT})
 
 EXACT_ITEMS = 100
 """Catalogues of up to this many items are scored whole unless the config says otherwise: up to there it costs
@@ -84,10 +85,8 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
         """Checks heads, the beam, and the table of the item, besides what all next-item families check."""
         yield from super().findings()
         yield from self._beam()
-        width, heads = self.pipeline.model.embedding_dim, self.config.decoder.num_heads
-        if heads > 0 and width % heads:
-            problem = f"{heads} is given; model.embedding_dim, which is {width}, must be a multiple of it"
-            yield Finding(f"{self.path}.decoder.num_heads", problem)
+        yield from self._heads()
+        yield from self._encoder() if self.config.HasField("encoder") else self._mixed()
         if self.config.HasField("ids") and not self.config.HasField("parallel"):
             problem = "ids mix with the scores of all items, which only `parallel` has at little cost; add it"
             yield Finding(f"{self.path}.ids", problem)
@@ -104,6 +103,33 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
         decoding = self.config.decoding
         if decoding.method == pb.Decoding.EXACT and decoding.HasField("beam_size"):
             yield Finding(f"{self.path}.decoding.beam_size", "without effect: the method is EXACT")
+
+    def _heads(self) -> Iterator[Finding]:
+        width = self.pipeline.model.embedding_dim
+        for name in ("encoder", "decoder"):
+            part = getattr(self.config, name)
+            heads = part.num_heads
+            if heads > 0 and width % heads and not part.HasField("head_dim"):
+                problem = f"{heads} is given; model.embedding_dim, which is {width}, must be a multiple of it"
+                yield Finding(f"{self.path}.{name}.num_heads", f"{problem} unless head_dim is given")
+
+    def _mixed(self) -> Iterator[Finding]:
+        for name in ("preprocessor", "mixer"):
+            if not self.config.HasField(name):
+                yield Finding(f"{self.path}.{name}", "not set; give it, or an encoder that reads codes")
+
+    def _encoder(self) -> Iterator[Finding]:
+        """An encoder reads codes and nothing else, and gives no state that heads could read."""
+        for name in ("preprocessor", "mixer"):
+            if self.config.HasField(name):
+                yield Finding(f"{self.path}.{name}", "the encoder takes its place; remove one of the two")
+        if self.config.HasField("parallel"):
+            problem = "heads read one state, and an encoder has a token for each code; use `decoder`"
+            yield Finding(f"{self.path}.parallel", problem)
+        for index, feature in enumerate(self.pipeline.features):
+            if feature.name != self.item_feature:
+                problem = "the encoder reads the codes of items and nothing else; remove the feature"
+                yield Finding(f"features[{index}]", problem)
 
     def _beam(self) -> Iterator[Finding]:
         size, path = self.num_found, f"{self.path}.decoding"

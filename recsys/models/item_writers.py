@@ -1,5 +1,7 @@
 """The writers of a generator with the codes of all items: they score items, rank targets, and search."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,15 +13,22 @@ from recsys.models.retriever import MAX_SCORES
 from recsys.modules.beam_search import FoundItems, SeenItems, beam_search
 from recsys.modules.better_items import better_items
 from recsys.modules.code_decoder import CodeDecoder, CodeEmbedding
+from recsys.modules.code_encoder import EncodedCodes
 from recsys.modules.code_trie import CodeTrie
 from recsys.modules.parallel_codes import ParallelCodes
+
+MAX_NUMBERS = 2**25
+"""Numbers of the widest level of exact scoring that are in memory at once: 128 MiB of float32."""
+
+Histories = Tensor | EncodedCodes
+"""States of B rows, [B, E], or their encoded histories."""
 
 
 class SequentialItems(CodeDecoder):
     """A decoder that writes the codes of an item one after another, with the trie of all items.
 
     Args:
-        config, sizes, embed, width: as for `CodeDecoder`.
+        config, sizes, embed, width, has_memory: as for `CodeDecoder`.
         codes: int64 [items, levels].
     """
 
@@ -30,28 +39,41 @@ class SequentialItems(CodeDecoder):
         embed: CodeEmbedding,
         width: int,
         codes: np.ndarray,
+        *,
+        has_memory: bool = False,
     ):
-        super().__init__(config, sizes, embed, width)
+        super().__init__(config, sizes, embed, width, has_memory=has_memory)
         self.trie = CodeTrie(codes, sizes)
 
-    def score_items(self, states: Tensor) -> Tensor:
+    def score_items(self, histories: Histories) -> Tensor:
         """Returns log P(item) of every item, float32 [B, V]; see `CodeDecoder.scores`."""
-        return self.scores(states, self.trie)
+        return self.scores(histories, self.trie)
 
-    def find(self, states: Tensor, width: int, seen: SeenItems) -> FoundItems:
+    def score_in_parts(self, histories: Histories) -> Iterator[Tensor]:
+        """Yields the results of `score_items` for a few rows at a time, which bounds the memory in use."""
+        trie, is_state = self.trie, isinstance(histories, Tensor)
+        rows = len(histories) if is_state else histories.layout.batch_size
+        at_a_time = max(1, MAX_NUMBERS // (len(trie.leaf) * max(*trie.sizes, self.positions.shape[1])))
+        for start in range(0, max(1, rows), at_a_time):
+            stop = min(start + at_a_time, rows)
+            yield self.score_items(histories[start:stop] if is_state else histories.part(start, stop))
+
+    def find(self, histories: Histories, width: int, seen: SeenItems) -> FoundItems:
         """Finds the best items; see `beam_search`."""
-        return beam_search(self, self.trie, states, width, seen)
+        return beam_search(self, self.trie, histories, width, seen)
 
-    def ranks(self, states: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+    def ranks(self, histories: Histories, targets: Tensor, batch: Batch) -> Tensor:
         """Returns the exact rank of each target, int64 [N], as `rank_targets` defines it.
 
         Args:
-            states: [B, E].
+            histories: states [B, E], or B encoded histories. For the latter all items are scored.
             targets: int64 [N], rows of the item table.
             batch: says which targets belong to which row, and which items the rows have seen.
         """
+        if not isinstance(histories, Tensor):
+            return rank_scores(torch.cat(list(self.score_in_parts(histories))), targets, batch)
         row = rows_of(batch.num_candidates, len(targets))
-        pairs = better_items(self, self.trie, states[row], (targets - 1).clamp(min=0))
+        pairs = better_items(self, self.trie, histories[row], (targets - 1).clamp(min=0))
         # Keys of (row, item), to drop the items that a row has seen.
         items = len(self.trie.leaf)
         seen = (rows_of(batch.seen_layout.lengths, len(batch.seen)) * (items + 1) + batch.seen).sort().values

@@ -1,8 +1,9 @@
 """Finds the best items of a row by beam search over the trie of all codes.
 
 Every size is fixed by the trie and the width of the beam, so the search can be exported and recorded in a
-CUDA graph, for any number of rows. The history is encoded once: the keys and values of its state are those of
-all beams. A level is one call of the decoder and one of `extend_beams`, which a kernel can replace.
+CUDA graph, for any number of rows. The history is encoded once: the keys and values of its state, or of its
+codes, are those of all beams. A level is one call of the decoder and one of `extend_beams`, which a kernel
+can replace.
 
 The score of a beam is the model's log-probability of its codes. The softmax of a level goes over all its
 values, whether or not an item has them; only then are codes left out that no item has. So scores are those of
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from recsys.modules.code_decoder import CodeDecoder, select_paths
+from recsys.modules.code_encoder import EncodedCodes
 from recsys.modules.code_trie import CodeTrie
 from recsys.ops.top_k.keys import items_of, keys_of, scores_of
 
@@ -84,7 +86,7 @@ class SeenEdges(NamedTuple):
 
 
 def beam_search(
-    decoder: CodeDecoder, trie: CodeTrie, states: Tensor, width: int, seen: SeenItems
+    decoder: CodeDecoder, trie: CodeTrie, histories: Tensor | EncodedCodes, width: int, seen: SeenItems
 ) -> FoundItems:
     """Finds min(width, items) items of each row.
 
@@ -95,15 +97,15 @@ def beam_search(
     Args:
         decoder: the decoder, in evaluation mode.
         trie: the codes of all items.
-        states: [B, E].
+        histories: states [B, E], or B encoded histories.
         width: most prefixes that a row keeps.
         seen: the items to leave out.
     """
-    cache, token = decoder.empty_cache(), states[:, None]
-    root = states.new_zeros(states.shape[0], 1, dtype=torch.int64)
+    (token, memories), cache = decoder.start(histories), decoder.empty_cache()
+    root = token.new_zeros(token.shape[:2], dtype=torch.int64)
     beams = Beams(torch.zeros_like(root, dtype=torch.float32), root)
     for level, edges in enumerate(_edges(trie, seen)):
-        logits = decoder.advance(level, token, cache)
+        logits = decoder.advance(level, token, cache, memories)
         extended = extend_beams(logits, beams, trie, level, min(width, trie.counts[level]), edges)
         beams, origins = extended.beams, extended.origins[..., None]
         if level + 1 < trie.levels:

@@ -35,6 +35,12 @@ SHORT = (
     "data.batch_size=16",
     "data.eval_batch_size=16",
 )
+ENCODER = (
+    "model.generator.preprocessor=",
+    "model.generator.mixer=",
+    "model.generator.encoder={num_heads: 2 dropout: 0.2 targets_per_row: 3}",
+    "data.max_history_len=20",
+)
 
 
 @pytest.fixture
@@ -161,20 +167,86 @@ def test_the_graph_of_a_hybrid_in_bfloat16_scores_as_the_model(hybrid, pipeline)
         assert not torch.equal(rounding.score(batch), hybrid.score(batch))
 
 
+@pytest.fixture
+def reading_codes(pipeline):
+    """A token for each code, with weights that are not those of the start."""
+    pipeline.model.generator.ClearField("preprocessor")
+    pipeline.model.generator.ClearField("mixer")
+    shape = {"num_heads": 2, "head_dim": 3, "ff_dim": 8}
+    pipeline.model.generator.encoder.CopyFrom(pb.CodeEncoder(**shape, dropout=0.5))
+    pipeline.model.generator.decoder.CopyFrom(pb.CodeDecoder(**shape))
+    torch.manual_seed(0)
+    built = build_model(pipeline).eval()
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return built
+
+
+def test_an_encoder_predicts_every_event_from_those_before_it_alone(reading_codes, pipeline):
+    """The losses of whole rows are those of the scores of rows that end before the event."""
+    rows = random_rows(pipeline, SIZES)
+    outputs = reading_codes(batch_of(pipeline, rows))
+    cuts = [(row, end) for row in rows for end in range(1, len(row.uih_timestamps) + 1)]
+    ended = [row.with_events(range(end)) for row, end in cuts]
+    with torch.no_grad():
+        scores = reading_codes.score(batch_of(pipeline, ended))
+    counted = 0
+    for number, (row, end) in enumerate(cuts):
+        items = row.values["uih_item_id"]
+        has_target = end < len(items) and items[end] > 0
+        assert outputs.has_target[number].item() == has_target
+        if has_target:
+            expected = -scores[number, items[end] - 1].item() / 3
+            assert outputs.losses[number].item() == pytest.approx(expected, rel=1e-5)
+            counted += 1
+    assert counted > 5
+
+
+def test_a_step_of_an_encoder_predicts_some_events_and_may_have_none(reading_codes, pipeline):
+    reading_codes.encode.targets_per_row = 2
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    # In evaluation the newest two of each row: of events 0 to 2, 3 to 8, and 9 and 10.
+    assert reading_codes(batch).has_target.nonzero()[:, 0].tolist() == [0, 1, 6, 7, 9]
+    reading_codes.train()
+    for rows, count in ((SIZES, 5), ([(1, 0), (0, 0)], 0)):
+        batch = batch_of(pipeline, random_rows(pipeline, rows))
+        losses = reading_codes.objective(reading_codes(batch), batch)
+        assert losses.counts.item() == count
+    losses.sums.sum().backward()
+    assert all(parameter.grad is not None for parameter in reading_codes.parameters())
+
+
+def test_what_an_encoder_does_not_read_is_refused(pipeline):
+    """Besides what it takes the place of: other features, and heads that read one state."""
+    generator = pipeline.model.generator
+    generator.encoder.num_heads = 3
+    generator.parallel.SetInParent()
+    pipeline.features.add(name="price").sides.append(pb.HISTORY)
+    said = {finding.path: finding.text for finding in checks.family_findings(pipeline)}
+    for name in ("preprocessor", "mixer"):
+        assert "remove one of the two" in said[f"model.generator.{name}"]
+    assert "must be a multiple of it unless head_dim is given" in said["model.generator.encoder.num_heads"]
+    assert "use `decoder`" in said["model.generator.parallel"] and "nothing else" in said["features[1]"]
+    generator.ClearField("encoder")
+    generator.ClearField("mixer")
+    said = {finding.path: finding.text for finding in checks.family_findings(pipeline)}
+    assert "give it, or an encoder" in said["model.generator.mixer"] and "features[1]" not in said
+
+
 def test_ids_without_parallel_codes_are_refused(pipeline):
     pipeline.model.generator.ids.SetInParent()
     said = {finding.path: finding.text for finding in checks.family_findings(pipeline)}
     assert "add it" in said["model.generator.ids"]
 
 
-@pytest.mark.parametrize("kind", ["in order", "parallel", "hybrid"])
+@pytest.mark.parametrize("kind", ["in order", "parallel", "hybrid", "reading_codes"])
 def test_scores_rank_the_candidates(model, pipeline, kind, request):
     """By sorting all scores of `score`."""
     if kind == "parallel":
         pipeline.model.generator.parallel.SetInParent()
         model = build_model(pipeline).eval()
-    elif kind == "hybrid":
-        model = request.getfixturevalue("hybrid")
+    elif kind != "in order":
+        model = request.getfixturevalue(kind)
     rows = random_rows(pipeline, SIZES)
     batch = batch_of(pipeline, rows)
     ranks, scores = model.ranks(model(batch), batch), model.score(batch)
@@ -340,10 +412,11 @@ def test_a_bundle_with_changed_codes_or_none_at_all_is_refused(pipeline, folder)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_evaluates_to_it(tmp_path):
+    """With an encoder, whose steps draw the events to be predicted."""
     bundle = movielens_codes(tmp_path / "bundle")
 
     def train(name, steps):
-        flags = [f'model.generator.bundle="{bundle}"', f"train.num_steps={steps}", *SHORT]
+        flags = [f'model.generator.bundle="{bundle}"', f"train.num_steps={steps}", *ENCODER, *SHORT]
         chosen = [part for flag in flags for part in ("--set", flag)]
         config = "configs/movielens_small_generator.config"
         command("train", "--config", config, "--run-dir", tmp_path / name, *chosen)

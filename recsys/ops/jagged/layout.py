@@ -135,6 +135,22 @@ class SequenceLayout(LayoutFacts):
         index, behind = self._source_rows(layout, first), layout.positions() >= self.num_contextual
         return Selection(layout, index + torch.where(behind, layout._per_token(dropped), 0))
 
+    def widen(self, tokens_per_event: int) -> SequenceLayout:
+        """Return the layout of histories whose events become several tokens, after one contextual token.
+
+        Raises:
+            ValueError: the samples have contextual or target tokens.
+        """
+        if self.num_contextual or self.total_targets:
+            raise ValueError(f"only histories can be widened, got {self}")
+        return self._derive(
+            lambda lengths, num_targets: (lengths * tokens_per_event + 1, num_targets),
+            num_contextual=1,
+            total_len=self.total_len * tokens_per_event + self.batch_size,
+            total_targets=0,
+            max_len=self.max_len * tokens_per_event + 1,
+        )
+
     def contextual_only(self) -> Selection:
         """Select the contextual tokens."""
         total_len = self.batch_size * self.num_contextual
