@@ -51,11 +51,20 @@ class Variant:
     lr: float = 2e-3
     temperature: float = 0.07
     decoder_layers: int = 1
+    rows: int | None = None
+    """Rows of a batch; None for `BATCH` of the dataset."""
+
+    warmup: int = 50
+
+    @property
+    def writes_in_order(self) -> bool:
+        """Whether a decoder writes the codes one after another."""
+        return self.kind in ("in_order", "tiger")
 
     @property
     def name(self) -> str:
         """Kind and settings, without those that the kind ignores."""
-        special = f"dec{self.decoder_layers}" if self.kind == "in_order" else f"t{self.temperature}"
+        special = f"dec{self.decoder_layers}" if self.writes_in_order else f"t{self.temperature}"
         sizes = f"w{self.width}-l{self.layers}-d{self.dropout}-e{self.epochs}-lr{self.lr:g}"
         return f"{self.kind}/{self.bundle}-{sizes}-{special}"
 
@@ -63,17 +72,38 @@ class Variant:
         """The message of the generator's writer and of its decoding, or the loss of a model of ids."""
         if self.kind == "ids":
             return f"loss {{ softmax {{ temperature: {self.temperature} full {{}} }} }}"
-        if self.kind != "in_order":
+        if not self.writes_in_order:
             ids = " ids { temperature: 0.05 }" if self.kind == "hybrid" else ""
             return f"parallel {{ temperature: {self.temperature} }}{ids}"
         decoder = (
             f"num_layers: {self.decoder_layers} num_heads: 4 ff_dim: {4 * self.width} dropout: {self.dropout}"
         )
+        if self.kind == "tiger":
+            decoder = self.layers_of_tiger(self.decoder_layers)
         return f"decoder {{ {decoder} }} decoding {{ method: BEAM beam_size: 50 }}"
+
+    def layers_of_tiger(self, count: int) -> str:
+        """The settings of an encoder or decoder in the shape of the paper."""
+        shape = f"num_layers: {count} num_heads: {self.heads} head_dim: 64 ff_dim: 1024"
+        return f"{shape} dropout: {self.dropout}"
+
+    def reader(self) -> str:
+        """The messages of the parts that read the history."""
+        if self.kind == "tiger":
+            return f"encoder {{ {self.layers_of_tiger(self.layers)} }}"
+        return READER.format(
+            layers=self.layers, heads=self.heads, dropout=self.dropout, qk_dim=self.width // self.heads
+        )
 
 
 def _ordered(**settings: float) -> Variant:
     return Variant("in_order", **{"bundle": "rq3", "lr": 1e-3, **settings})
+
+
+def _tiger(**settings: float) -> Variant:
+    shape = {"bundle": "rq3", "layers": 4, "decoder_layers": 4, "heads": 6}
+    training = {"dropout": 0.15, "lr": 1e-3, "rows": 256, "warmup": 500}
+    return Variant("tiger", **{**shape, **training, **settings})
 
 
 def _parallel(**settings: float) -> Variant:
@@ -95,6 +125,11 @@ VARIANTS = {
         _ordered(dropout=0.3),
         _ordered(width=256),
         _ordered(decoder_layers=2),
+        _tiger(),
+        _tiger(dropout=0.3),
+        _tiger(dropout=0.3, epochs=200),
+        _tiger(dropout=0.3, layers=2, decoder_layers=2),
+        _tiger(dropout=0.3, bundle="rq4"),
         _parallel(),
         _parallel(temperature=0.05),
         _parallel(width=256),
@@ -126,13 +161,27 @@ HISTORY = {"beauty": 50, "ml-1m": 200}
 STEPS_PER_EPOCH = {"beauty": 22, "ml-1m": 24}
 ENDINGS = {"beauty": "", "ml-1m": ".parquet"}
 
+READER = """preprocessor {{ uih {{ positional {{ origin: START }} dropout: {dropout} }} }}
+    mixer {{
+      hstu {{
+        num_layers: {layers}
+        num_heads: {heads}
+        qk_dim: {qk_dim}
+        activation: UVQK
+        gate: UGN
+        dropout: {dropout}
+        bias {{ num_time_buckets: 70 }}
+        mask {{ contextual_reads_history: false }}
+      }}
+    }}"""
+
 CONFIG = """
 data {{
   train {{ parquet {{ paths: "{root}/train{ending}" }} }}
   validation {{ parquet {{ paths: "{root}/validation{ending}" }} }}
   test {{ parquet {{ paths: "{root}/test{ending}" }} }}
   vocabulary_dir: "{root}/vocabulary"
-  batch_size: {batch}
+  batch_size: {rows}
   eval_batch_size: {batch}
   num_workers: 1
   max_history_len: {history}
@@ -147,19 +196,7 @@ model {{
     item_feature: "item_id"
     {bundle}
     seen: REMOVE
-    preprocessor {{ uih {{ positional {{ origin: START }} dropout: {dropout} }} }}
-    mixer {{
-      hstu {{
-        num_layers: {layers}
-        num_heads: {heads}
-        qk_dim: {qk_dim}
-        activation: UVQK
-        gate: UGN
-        dropout: {dropout}
-        bias {{ num_time_buckets: 70 }}
-        mask {{ contextual_reads_history: false }}
-      }}
-    }}
+    {reader}
     {writer}
     {metrics}
   }}
@@ -168,7 +205,7 @@ train {{
   seed: {seed}
   num_epochs: {epochs}
   dense_optimizer {{ adamw {{ lr: {lr} beta2: 0.98 weight_decay: 0.01 }} }}
-  schedule {{ warmup_steps: 50 cosine {{}} }}
+  schedule {{ warmup_steps: {warmup} cosine {{}} }}
   evaluation {{ every_steps: {every} best_metric: "ndcg@10" }}
   log_every_steps: 100
 }}
@@ -199,20 +236,22 @@ class Run:
         """The config as text."""
         chosen, name = self.variant, self.dataset
         root = self.arguments.data / f"{name}-{self.order}"
+        rows = chosen.rows or BATCH[name]
         metrics = [f"metrics {{ {kind} {{ k: {k} }} }}" for kind in ("ndcg", "hit_rate") for k in (10, 1, 5, 20)]
         return CONFIG.format(
-            **{key: getattr(chosen, key) for key in ("width", "layers", "heads", "dropout", "epochs", "lr")},
+            **{key: getattr(chosen, key) for key in ("width", "epochs", "lr", "warmup")},
             root=root,
             ending=ENDINGS[name],
+            rows=rows,
             batch=BATCH[name],
             history=HISTORY[name],
             family="retriever" if chosen.kind == "ids" else "generator",
             bundle="" if chosen.kind == "ids" else f'bundle: "{root}/{chosen.bundle}"',
-            qk_dim=chosen.width // chosen.heads,
+            reader=chosen.reader(),
             writer=chosen.writer(),
             metrics="\n    ".join([*metrics, "metrics { mrr {} }"]),
             seed=self.seed,
-            every=max(1, chosen.epochs // 20) * STEPS_PER_EPOCH[name],
+            every=max(1, chosen.epochs // 20) * STEPS_PER_EPOCH[name] * BATCH[name] // rows,
         )
 
     def result(self, split: str) -> dict[str, float] | None:
@@ -235,7 +274,7 @@ class Run:
 
     def settings(self, split: str) -> list[str]:
         """Flags of an evaluation: exact ranks, and the weight of ids that validation says is best."""
-        if self.variant.kind == "in_order":
+        if self.variant.writes_in_order:
             return ["--set", "model.generator.decoding={method: EXACT}"]
         if self.variant.kind != "hybrid":
             return []

@@ -216,6 +216,15 @@ def test_a_step_of_an_encoder_predicts_some_events_and_may_have_none(reading_cod
     assert all(parameter.grad is not None for parameter in reading_codes.parameters())
 
 
+def test_a_step_of_an_encoder_reads_no_number_of_the_device(reading_codes, pipeline):
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    batch.ids.length_per_key()
+    reading_codes.to("meta").train()
+    batch = batch.to(torch.device("meta"))
+    reading_codes.objective(reading_codes(batch), batch).sums.sum().backward()
+    assert reading_codes.flops(batch) > 0
+
+
 def test_what_an_encoder_does_not_read_is_refused(pipeline):
     """Besides what it takes the place of: other features, and heads that read one state."""
     generator = pipeline.model.generator

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -109,6 +110,8 @@ def test_encoder_and_decoder_are_those_of_loops_over_histories_and_items():
         losses = decoder(histories, torch.from_numpy(codes[targets]))
         nothing = torch.zeros(0, dtype=torch.int64)
         best = beam_search(decoder, CodeTrie(codes, SIZES), histories, 30, SeenItems(nothing, nothing))
+    with pytest.raises(ValueError, match="only histories can be widened"):
+        histories.layout.widen(2)
     torch.testing.assert_close(histories.values, torch.cat(memories))
     torch.testing.assert_close(scores.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
     of_targets = torch.stack([-expected[row, item].mean() for row, item in enumerate(targets)])
