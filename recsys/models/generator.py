@@ -64,7 +64,7 @@ class CodeGeneratorOutputs:
 
 @register(pb.CodeGenerator)
 class CodeGenerator(NextItemModel):
-    """Embeds codes, preprocesses and mixes, then writes codes.
+    """Embeds codes, preprocesses and mixes or encodes them, then writes codes.
 
     Args:
         config: the model's message, which chooses its parts.
@@ -130,7 +130,8 @@ class CodeGenerator(NextItemModel):
         """Returns the log-probability of each item for each row, float32 [B, V], in the order of the table.
 
         With beam search it returns the items that it has found, as rows of the table less 1, without
-        `batch.seen`. For a row without history it is what the writer says behind a state of zeros.
+        `batch.seen`. For a row without history it is what the writer says after a state of zeros, or after
+        the start token of the encoder.
         """
         with self.autocast():
             histories = self._histories(batch)

@@ -27,7 +27,13 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
     """Declares `CodeGenerator`, which scores items by the probabilities of their codes."""
 
     embeds_items = False
-    may_change = (*NextItemDeclaration.may_change, "bundle", "decoding", "ids.weight")
+    may_change = (
+        *NextItemDeclaration.may_change,
+        "bundle",
+        "decoding",
+        "ids.weight",
+        "encoder.targets_per_row",
+    )
 
     @property
     def code_bundle(self) -> str:
