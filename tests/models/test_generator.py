@@ -20,6 +20,7 @@ from recsys.models import CodeGenerator, build_model
 from recsys.scoring.signature import inputs_of
 from tests.integration.parity import captured
 from tests.integration.runs import command, evaluate, records
+from tests.models.test_no_host_sync import no_waiting
 from tests.modules.pipelines import batch_of, generator_pipeline, random_row, random_rows, with_another_future
 from tests.tools.bundles import movielens_codes, write_codes
 
@@ -223,6 +224,23 @@ def test_a_step_of_an_encoder_reads_no_number_of_the_device(reading_codes, pipel
     batch = batch.to(torch.device("meta"))
     reading_codes.objective(reading_codes(batch), batch).sums.sum().backward()
     assert reading_codes.flops(batch) > 0
+
+
+@pytest.mark.gpu
+def test_an_encoder_on_cuda_computes_what_it_computes_on_a_cpu_and_does_not_wait(reading_codes, pipeline):
+    searching = with_beam(reading_codes, pipeline, 5)
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    batch.ids.length_per_key()
+    with torch.no_grad():
+        losses, best = searching(batch).losses, searching.score(batch)
+        searching, batch = searching.cuda(), batch.to(torch.device("cuda"))
+        searching(batch)  # kernels are compiled
+        with no_waiting():
+            losses_on_cuda = searching(batch).losses
+        best_on_cuda = searching.score(batch)
+    torch.testing.assert_close(losses_on_cuda.cpu(), losses)
+    assert torch.equal(best_on_cuda.items.cpu(), best.items)
+    torch.testing.assert_close(best_on_cuda.scores.cpu(), best.scores)
 
 
 def test_what_an_encoder_does_not_read_is_refused(pipeline):
