@@ -6,10 +6,11 @@ so training (one path per position), scoring (every node of a trie), `better_ite
 same code, `CodeDecoder.advance`.
 
 Instead of a state, the decoder may be given all encoded codes of a history. Then the first token is empty,
-and every layer also attends to these codes. Their keys and values are computed once for all levels and paths.
+and every layer also attends to these codes. Their keys and values are computed once for all levels and paths,
+and training computes all levels at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,7 +118,18 @@ class CausalBlock(nn.Module):
         scores = torch.stack([(query * self._split(key)).sum(-1) for key, _ in cache])
         shares = scores.float().softmax(0).to(x.dtype)
         parts = [share[..., None] * self._split(v) for share, (_, v) in zip(shares, cache, strict=True)]
-        x = x + self.dropout(self.output(sum(parts[1:], parts[0]).flatten(-2)))
+        return self._after(x, sum(parts[1:], parts[0]).flatten(-2), memory)
+
+    def all_levels(self, x: Tensor, memory: Memory) -> Tensor:
+        """Computes `forward` for the tokens of all levels at once, [B, levels, E]."""
+        query, key, value = self.query_key_value(self.norm(x)).chunk(3, -1)
+        heads = (self._split(part).transpose(1, 2) for part in (query, key, value))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self._after(x, mixed.transpose(1, 2).flatten(2), memory)
+
+    def _after(self, x: Tensor, mixed: Tensor, memory: Memory | None) -> Tensor:
+        """Finishes a layer, given what attention to the levels has mixed."""
+        x = x + self.dropout(self.output(mixed))
         if memory is not None:
             x = x + self.dropout(self.read(x, memory))
         return x + self.dropout(self.feed_forward(x))
@@ -202,12 +214,13 @@ class CodeDecoder(nn.Module):
             histories: states [n, E], or n encoded histories.
             codes: int64 [n, levels], the codes of the items to predict.
         """
-        (token, memories), cache, total = self.start(histories), self.empty_cache(), []
-        for level, target in enumerate(codes.unbind(1)):
-            logits = self.advance(level, token, cache, memories)
-            total.append(F.cross_entropy(logits[:, 0], target, reduction="none"))
-            token = self.embed.level(level, target)[:, None]
-        return torch.stack(total).mean(0)
+        token, memories = self.start(histories)
+        logits = self._at_once(token, codes, memories) if memories else self._in_turn(token, codes)
+        losses = [
+            F.cross_entropy(of_level, target, reduction="none")
+            for of_level, target in zip(logits, codes.unbind(1), strict=True)
+        ]
+        return torch.stack(losses).mean(0)
 
     def scores(self, histories: Tensor | EncodedCodes, trie: CodeTrie) -> Tensor:
         """Returns log P(item) of every item, float32 [B, items]: the sum of its codes' log-probabilities.
@@ -280,6 +293,26 @@ class CodeDecoder(nn.Module):
         for number, (block, earlier) in enumerate(zip(self.blocks, cache, strict=True)):
             x = block(x, earlier, memories[number] if memories else None)
         return self.logits[level](self.norm(x)).float()
+
+    def _in_turn(self, token: Tensor, codes: Tensor) -> Iterator[Tensor]:
+        """Yields the logits of each level, float32 [n, V], given the codes of earlier levels.
+
+        For a state this is faster on a CPU than all levels at once, and attention kernels of a GPU take no
+        more than 65,535 samples, which the events of a batch may exceed.
+        """
+        cache = self.empty_cache()
+        for level, code in enumerate(codes.unbind(1)):
+            yield self.advance(level, token, cache)[:, 0]
+            token = self.embed.level(level, code)[:, None]
+
+    def _at_once(self, token: Tensor, codes: Tensor, memories: Sequence[Memory]) -> Iterator[Tensor]:
+        """Yields what `_in_turn` yields; each layer reads its memory once for all levels."""
+        written = [self.embed.level(level, code)[:, None] for level, code in enumerate(codes.unbind(1))]
+        x = torch.cat([token, *written[:-1]], 1) + self.positions
+        for block, memory in zip(self.blocks, memories, strict=True):
+            x = block.all_levels(x, memory)
+        for logits, of_level in zip(self.logits, self.norm(x).unbind(1), strict=True):
+            yield logits(of_level).float()
 
 
 def select_paths(cache: Cache, select: Callable[[Tensor], Tensor]) -> Cache:
