@@ -68,6 +68,21 @@ class CacheStage:
         joined = iter([gather_rows(pair, index) for pair in zip(self.tensors, new.tensors, strict=True)])
         return self.map(lambda _: next(joined), layout)
 
+    @classmethod
+    def join(cls, stages: Sequence["CacheStage"]) -> "CacheStage":
+        """Joins the samples of stages of the same layers, in order; within each part of a joined layout."""
+        first, layouts = stages[0], [stage.layout.parts or (stage.layout,) for stage in stages]
+        parts = [_side_by_side(part) for part in zip(*layouts, strict=True)]
+        layout = SequenceLayout.join(parts) if len(parts) > 1 else parts[0]
+        sizes = [[part.total_len for part in of_stage] for of_stage in layouts]
+
+        def joined(tensors: tuple[Tensor, ...]) -> Tensor:
+            split = [tensor.split(lengths) for tensor, lengths in zip(tensors, sizes, strict=True)]
+            return torch.cat([rows[part] for part in range(len(parts)) for rows in split])
+
+        tensors = iter([joined(same) for same in zip(*(stage.tensors for stage in stages), strict=True)])
+        return first.map(lambda _: next(tensors), layout)
+
     def truncate(self, tail_len: int) -> "CacheStage":
         """Keeps contextual tokens and the newest `tail_len` history tokens of each sample."""
         layout, index = self.layout.truncate(tail_len)
@@ -139,6 +154,12 @@ class MixerCache:
 
     stacks: tuple[tuple[CacheStage, ...], ...]
 
+    @classmethod
+    def join(cls, caches: Sequence["MixerCache"]) -> "MixerCache":
+        """Joins the samples of caches of the same mixer, in order."""
+        stacks = zip(*(cache.stacks for cache in caches), strict=True)
+        return cls(tuple(tuple(map(CacheStage.join, zip(*stages, strict=True))) for stages in stacks))
+
     def select(self, samples: Sequence[int]) -> "MixerCache":
         """Returns a copy with these samples in this order; a sample may occur more than once."""
         return self._map(lambda stage: stage.select(samples))
@@ -182,6 +203,10 @@ class CachingMixer(Protocol):
         ...
 
 
+class NotExtendableError(ValueError):
+    """Later events would change the cached keys and values of earlier tokens; names the setting."""
+
+
 def require_caching(mixer: nn.Module) -> CachingMixer:
     """Returns the mixer as a `CachingMixer`.
 
@@ -190,7 +215,9 @@ def require_caching(mixer: nn.Module) -> CachingMixer:
     """
     if not isinstance(mixer, CachingMixer):
         name = type(mixer).__name__
-        raise ValueError(f"{name} cannot score with a cache; score whole rows, or train with HstuMixer")
+        raise ValueError(
+            f"{name} cannot score with a cache; score whole rows, or train with HstuMixer or SasRecMixer"
+        )
     return mixer
 
 
@@ -215,6 +242,13 @@ class Prefix:
         """Builds the prefix of sequences without targets; `layout` joins the sequences of all channels."""
         lengths = torch.stack([part.lengths for part in layout.parts or (layout,)])
         return cls(lengths, layout.num_contextual, users)
+
+    @classmethod
+    def join(cls, prefixes: Sequence["Prefix"]) -> "Prefix":
+        """Joins the rows of prefixes of the same model, in order."""
+        users = [prefix.users for prefix in prefixes if prefix.users is not None]
+        lengths = torch.cat([prefix.lengths for prefix in prefixes], dim=1)
+        return cls(lengths, prefixes[0].num_contextual, torch.cat(users) if users else None)
 
     def select(self, rows: Sequence[int]) -> "Prefix":
         """Returns the prefix of these rows in this order; a row may occur more than once."""
@@ -243,6 +277,12 @@ def _behind(old: SequenceLayout, new: SequenceLayout) -> Selection:
     both = SequenceLayout(old.on_host().lengths + new.on_host().lengths, new.on_host().lengths)
     # Treat the new tokens as targets, because a layout can assemble history and targets from blocks.
     return Selection(_grown(old, new), both.to(old.device).assemble_index())
+
+
+def _side_by_side(layouts: Sequence[SequenceLayout]) -> SequenceLayout:
+    """Returns the layout of the samples of several layouts without targets, in order."""
+    lengths = torch.cat([layout.on_host().lengths for layout in layouts])
+    return SequenceLayout(lengths, None, layouts[0].num_contextual).to(layouts[0].device)
 
 
 def _grown(old: SequenceLayout, new: SequenceLayout) -> SequenceLayout:

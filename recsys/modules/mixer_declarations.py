@@ -95,6 +95,8 @@ class HstuDeclaration(MixerDeclaration):
 class SasRecDeclaration(MixerDeclaration):
     """Declares `SasRecMixer`."""
 
+    keeps_cache = True
+
     def choices(self) -> Iterator[Choice]:
         """Derives the width of the feed-forward layers."""
         width = self.model.embedding_dim
@@ -166,6 +168,11 @@ class MixtureDeclaration(MixerDeclaration):
     """Declares `MixtureMixer`, whose stacks each declare themselves."""
 
     keeps_cache = True
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether any of the stacks reads times."""
+        return any(stack.reads_times for stack in self._stacks())
 
     def choices(self) -> Iterator[Choice]:
         """Yields the choices of each stack."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
-from recsys.modules.cache import Prefix
+from recsys.modules.cache import NotExtendableError, Prefix
 from recsys.ops import SequenceLayout, bucket_embedding
 from recsys.ops.runtime import triton_support
 
@@ -75,16 +75,16 @@ class PositionalEncoder(nn.Module):
         """Checks that a token keeps its position and age when more events are added.
 
         Raises:
-            ValueError: names the setting that prevents it.
+            NotExtendableError: names the setting that prevents it.
         """
         instead = "encode the whole history"
         if not self.from_start:
-            raise ValueError(
+            raise NotExtendableError(
                 "events cannot be appended with positional.origin: END, which counts tokens from the newest "
                 f"event: {instead}, or train with START"
             )
         if self.time is not None:
-            raise ValueError(
+            raise NotExtendableError(
                 "events cannot be appended with positional.num_time_buckets > 0: the cached ages of older "
                 f"events belong to an earlier request; {instead}"
             )

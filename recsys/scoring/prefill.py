@@ -61,8 +61,8 @@ class CachedModel:
             batch: row b has the new events of user b of the cache, any number, oldest first.
 
         Raises:
-            ValueError: new events would change the cached keys and values of old tokens; the message names
-                the setting.
+            NotExtendableError: new events would change the cached keys and values of old tokens; the message
+                names the setting.
         """
         batch = self.split.events(batch)
         with self.model.autocast():

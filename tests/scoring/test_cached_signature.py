@@ -20,12 +20,13 @@ from recsys.scoring.cached_signature import (
 from recsys.scoring.prefill import CachedModel
 from recsys.scoring.signature import flatten, scoring_signature
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
-from tests.scoring.test_signature import BF16, SIZES, TRUNCATED
+from tests.scoring.test_signature import BF16, RANKER_SASREC, SIZES, TRUNCATED
 
 MODELS = {
     "hstu": (RANKER,),
     "truncated": (RANKER, TRUNCATED),
     "bf16": (RANKER, BF16),
+    "sasrec": (RANKER, RANKER_SASREC),
     "all encoders": RANKERS["all"],
     "channels": RANKERS["channels"],
     "interleaved channels": RANKERS["interleaved channels"],

@@ -31,7 +31,11 @@ TRUNCATED = HSTU.format(
 )
 INTERLEAVED = contextual("action_placement: INTERLEAVED")
 START = contextual("positional { origin: START }")
+SASREC = "model {{ ranker {{ mixer {{ sasrec {{ num_heads: 2  {} }} }} }} }}"
+GROUPS = """layer_groups { num_layers: 1  mask { window: 2  prefix: 1  unit: EVENTS } }
+  layer_groups { num_layers: 2  tail_len: 2  mask { target_group_size: 2 } }"""
 FORMS = RANKERS | {
+    "sasrec": (RANKER, SASREC.format(f"ligr: true  {GROUPS}")),
     "truncated": (RANKER, TRUNCATED),
     "truncated, interleaved": (RANKER, TRUNCATED, INTERLEAVED),
     "positions from the start": (RANKER, START),
@@ -173,10 +177,10 @@ def test_bfloat16_is_as_far_off_as_without_a_cache():
 
 @torch.no_grad()
 def test_what_cannot_be_cached_says_so():
-    pipeline = pipeline_of(RANKER, "model { ranker { mixer { sasrec { num_heads: 2 } } } }")
+    pipeline = pipeline_of(RANKER, "model { ranker { mixer { linear { num_heads: 2  qk_dim: 4 } } } }")
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
     assert not keeps_cache(model)
-    with pytest.raises(ValueError, match="SasRecMixer cannot score with a cache; score whole rows"):
+    with pytest.raises(ValueError, match="LinearMixer cannot score with a cache; score whole rows"):
         CachedModel(model)
     pipeline = pipeline_of(RANKER)
     model = build(pipeline).train()
@@ -197,6 +201,7 @@ PLACED = contextual("positional { origin: START  num_time_buckets: 0 }")
 GROWING = {
     "summed": (RANKER, PLACED, BLIND),
     "interleaved": (RANKER, PLACED, BLIND, INTERLEAVED),
+    "sasrec": (RANKER, PLACED, SASREC.format("mask { contextual_reads_history: false }")),
     "all encoders": (*RANKERS["all"], PLACED, BLIND),
     "no positions": (*FORMS["no positions"], BLIND),
     "channels": (

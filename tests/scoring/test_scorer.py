@@ -78,8 +78,8 @@ def test_multi_valued_candidates_stay_with_their_values():
 @torch.no_grad()
 def test_one_pass_is_taken_otherwise(case, monkeypatch):
     monkeypatch.setattr(scorer, "ONE_PASS", 0)
-    sasrec = "model { ranker { mixer { sasrec { num_heads: 2 } } } }"
-    pipeline = pipeline_of(RANKER, sasrec) if "mixer" in case else pipeline_of(RANKER)
+    linear = "model { ranker { mixer { linear { num_heads: 2  qk_dim: 4 } } } }"
+    pipeline = pipeline_of(RANKER, linear) if "mixer" in case else pipeline_of(RANKER)
     sizes = [(3, 0), (0, 0)] if case == "no candidates" else SIZES
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, sizes))
     device = "cuda" if case == "on a GPU" else "cpu"

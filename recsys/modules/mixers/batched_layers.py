@@ -1,14 +1,30 @@
 """Runs a layer of several stacks as one batch, with separate weights but one attention for all."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from recsys.modules.precision import product_dtype
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import KeysValues, STULayer
+from recsys.modules.stu_paths import KeysValues, Projected
+
+
+class Layer(Protocol):
+    """A layer in two halves around attention, such as `STULayer`."""
+
+    def project(self, x: Tensor) -> Projected:
+        """Computes the inputs of attention and gate."""
+        ...
+
+    def keys_and_values(self, x: Tensor) -> KeysValues:
+        """Computes only keys and values."""
+        ...
+
+    def finish(self, x: Tensor, u: Tensor, attended: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Computes the layer's output from its input, the gate and attention's output."""
+        ...
 
 
 class Projections(NamedTuple):
@@ -36,21 +52,21 @@ def parts_of(sequence: JaggedSequence) -> list[JaggedSequence]:
     return sequence.split() if sequence.layout.parts else [sequence]
 
 
-def project(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> Projections:
+def project(layers: Sequence[Layer], parts: Sequence[JaggedSequence]) -> Projections:
     """Runs the first half of each layer on the part of its stack."""
     projected = [layer.project(part.values) for layer, part in zip(layers, parts, strict=True)]
     q, k, v = (_join([getattr(half, name) for half in projected]) for name in "qkv")
     return Projections([half.u for half in projected], q, k, v)
 
 
-def keys_and_values(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> KeysValues:
+def keys_and_values(layers: Sequence[Layer], parts: Sequence[JaggedSequence]) -> KeysValues:
     """Computes only the keys [T of all stacks, H, D] and values [T of all stacks, H, V] of `project`."""
     pairs = [layer.keys_and_values(part.values) for layer, part in zip(layers, parts, strict=True)]
     return KeysValues(_join([pair.k for pair in pairs]), _join([pair.v for pair in pairs]))
 
 
 def finish(
-    layers: Sequence[STULayer],
+    layers: Sequence[Layer],
     parts: Sequence[JaggedSequence],
     projections: Projections,
     attended: Tensor,

@@ -1,4 +1,4 @@
-"""Runs stacks of STU layers with a cache: keys and values of history once, then targets or events alone.
+"""Runs stacks of layers with a cache: keys and values of history once, then targets or events alone.
 
 All functions take a list of stacks that run as one batch (equal messages, separate weights), often a single
 stack; sequences and layouts are joined over the stacks. Up to rounding, results equal `forward` on whole
@@ -14,8 +14,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from recsys.modules.cache import CacheStage, StageSpec, copied
+from recsys.modules.cache import CacheStage, NotExtendableError, StageSpec, copied
 from recsys.modules.mixers.batched_layers import (
+    Layer,
     Projections,
     finish,
     keys_and_values,
@@ -29,13 +30,18 @@ from recsys.ops import SequenceLayout
 
 
 class Stack(Protocol):
-    """The interface of an `HstuMixer` that these functions use."""
+    """The interface of a stack that these functions use.
+
+    Attributes:
+        casts_residual: whether residual sums have the dtype of matrix products.
+    """
 
     training: bool
-    layers: nn.ModuleList
-    biases: nn.ModuleList
+    layers: Sequence[Layer]
+    biases: Sequence[nn.Module]
     rules: Sequence[LayerRule]
     reads_times: bool
+    casts_residual: bool
     num_heads: int
     qk_dim: int
     v_dim: int
@@ -62,7 +68,7 @@ def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheSta
             f"{sequence.layout.total_targets} targets are given"
         )
     first, stages = stacks[0], []
-    sequence = to_compute_dtype(sequence)
+    sequence = _cast(first, sequence)
     for number, rule in enumerate(first.rules):
         sequence = rule.truncate(sequence)
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
@@ -74,8 +80,8 @@ def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheSta
         stages[-1] = stages[-1].with_layer(copied(projections.k), copied(projections.v))
         if isinstance(projections, Projections):
             q, k, v = projections.q, projections.k, projections.v
-            bias = first.biases[number](sequence) if first.biases else None
-            attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, bias=bias)
+            bias = {"bias": first.biases[number](sequence)} if first.biases else {}
+            attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, **bias)
             sequence = sequence.with_values(finish(layers, parts, projections, attended))
     return tuple(stages)
 
@@ -92,7 +98,7 @@ def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[Ca
         RuntimeError: the stacks are in training mode, or gradients are enabled.
     """
     _require_evaluation(stacks)
-    input_dtype, sequence = sequence.values.dtype, to_compute_dtype(sequence)
+    input_dtype, sequence = sequence.values.dtype, _cast(stacks[0], sequence)
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         projections = project(layers, parts)
@@ -111,12 +117,12 @@ def extend(
         stages: the result of `prefill` or `extend`.
 
     Raises:
-        ValueError: the result would differ from that of `prefill` (see `require_extendable`), or there are
-            tokens other than history.
+        NotExtendableError: the result would differ from that of `prefill`; see `require_extendable`.
+        ValueError: there are tokens other than history.
         RuntimeError: the stacks are in training mode, or gradients are enabled.
     """
     _require_evaluation(stacks)
-    sequence = to_compute_dtype(sequence)
+    sequence = _cast(stacks[0], sequence)
     new = sequence.layout
     if new.num_contextual or new.total_targets:
         raise ValueError(
@@ -155,25 +161,25 @@ def require_extendable(mixer: Stack, stages: Sequence[CacheStage], new: Sequence
     truncation before the last layer may drop more tokens, since the cache drops them as well.
 
     Raises:
-        ValueError: names the setting that prevents it.
+        NotExtendableError: names the setting that prevents it.
     """
     num_contextual, instead = stages[0].layout.num_contextual, "call prefill with the whole history"
     if mixer.reads_times and (len(mixer.rules) > 1 or num_contextual):
-        raise ValueError(
+        raise NotExtendableError(
             "a cache cannot be extended with bias.num_time_buckets > 0: a token's bias uses the time of "
             f"the token after it, which has changed; {instead}"
         )
     for number, (stage, _) in list(enumerate(_layers(stages)))[:-1]:
         rule = mixer.rules[number]
         if not rule.mask.history_can_grow(num_contextual):
-            raise ValueError(
+            raise NotExtendableError(
                 "a cache cannot be extended where contextual tokens read the history, as in layer "
                 f"{number}: they change, and so does the state of every event; {instead}, or set "
                 "mask.contextual_reads_history to false before training"
             )
         grown = stage.layout.on_host().num_uih + new.on_host().num_uih
         if rule.tail_len is not None and bool((grown > rule.tail_len).any()):
-            raise ValueError(
+            raise NotExtendableError(
                 "a cache cannot be extended where a truncation cuts more than before: "
                 f"{int(grown.max())} tokens of a history would reach layer {number}, whose tail_len is "
                 f"{rule.tail_len}; {instead}"
@@ -221,9 +227,9 @@ def _attend(
     place: int,
 ) -> Tensor:
     """Lets new tokens attend to the cache and to each other; returns [T, H, V]."""
-    bias = None
+    bias = {}
     if mixer.biases:
-        bias = mixer.biases[number](sequence).with_cache(stage.timestamps)
+        bias["bias"] = mixer.biases[number](sequence).with_cache(stage.timestamps)
     return mixer.cached_attention(
         projections.q,
         projections.k,
@@ -233,8 +239,12 @@ def _attend(
         stage.values[place],
         stage.layout,
         mixer.rules[number].mask,
-        bias=bias,
+        **bias,
     )
+
+
+def _cast(stack: Stack, sequence: JaggedSequence) -> JaggedSequence:
+    return to_compute_dtype(sequence) if stack.casts_residual else sequence
 
 
 def _require_evaluation(stacks: Sequence[Stack]) -> None:

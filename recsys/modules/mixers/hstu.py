@@ -48,6 +48,8 @@ class HstuMixer(Mixer):
         ValueError: invalid layer groups; see `layer_rules`.
     """
 
+    casts_residual = True
+
     def __init__(self, config: pb.HstuMixer, *, embedding_dim: int):
         super().__init__()
         self.rules = layer_rules(config)
@@ -158,7 +160,7 @@ class HstuMixer(Mixer):
         """Returns the cache of the histories with these tokens appended.
 
         Raises:
-            ValueError: the cache would differ from that of `prefill`; see `cached_stack.require_extendable`.
+            NotExtendableError: the cache would differ from that of `prefill`; see `cached_stack.extend`.
         """
         return MixerCache((cached_stack.extend([self], sequence, *cache.stacks),))
 

@@ -91,7 +91,7 @@ class MixtureMixer(Mixer):
         """Returns the cache of the channels with these tokens appended.
 
         Raises:
-            ValueError: the cache would differ from that of `prefill`; see `cached_stack.require_extendable`.
+            NotExtendableError: the cache would differ from that of `prefill`; see `cached_stack.extend`.
         """
         batches = zip(self._batches(sequence.split()), cache.stacks, strict=True)
         return MixerCache(

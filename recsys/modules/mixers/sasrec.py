@@ -1,21 +1,27 @@
 """`SasRecMixer`: a causal transformer with softmax attention (SASRec, arXiv 1808.09781)."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys import protos as pb
 from recsys.config.registry import register
+from recsys.modules.cache import MixerCache, StageSpec
 from recsys.modules.linear_layer import FeedForward
+from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.rules import layer_rules, stack_flops
 from recsys.modules.norm import LayerNorm
 from recsys.modules.precision import COMPUTE_DTYPES
 from recsys.modules.sequence import JaggedSequence
+from recsys.modules.stu_paths import KeysValues, Projected
 from recsys.ops import AttentionMask, SequenceLayout, softmax_attention
 from recsys.ops.attention_args import AttentionFacts, is_deterministic
 from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
+from recsys.ops.softmax_attention.cached import softmax_attention_cached
 
 
 @register(pb.SasRecMixer)
@@ -29,6 +35,9 @@ class SasRecMixer(Mixer):
     Raises:
         ValueError: `num_heads` does not divide E, or layer groups are invalid; see `layer_rules`.
     """
+
+    casts_residual = False
+    reads_times = False
 
     def __init__(self, config: pb.SasRecMixer, *, embedding_dim: int):
         super().__init__()
@@ -50,6 +59,10 @@ class SasRecMixer(Mixer):
             for _ in self.rules
         )
         self.norm = LayerNorm(embedding_dim)
+        self.num_heads = config.num_heads
+        self.qk_dim = self.v_dim = embedding_dim // config.num_heads
+        self.biases: Sequence[nn.Module] = ()
+        self.attention, self.cached_attention = softmax_attention, softmax_attention_cached
 
     @classmethod
     def kernels(
@@ -78,6 +91,37 @@ class SasRecMixer(Mixer):
             sequence = sequence.with_values(block(sequence.values, sequence.layout, rule.mask))
         return sequence.with_values(self.norm(sequence.values))
 
+    @property
+    def layers(self) -> list["_CachedBlock"]:
+        """The blocks as `cached_stack` runs them."""
+        return [_CachedBlock(block) for block in self.blocks]
+
+    @property
+    def target_group_size(self) -> int:
+        """The number of consecutive targets that can only be scored together, for the groups of any layer."""
+        return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
+
+    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+        """Computes the keys and values of contextual and history tokens; see `cached_stack`."""
+        return MixerCache((cached_stack.prefill([self], sequence),))
+
+    def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
+        """Mixes targets [N, E] as `forward` mixes them after the tokens of the cache."""
+        mixed = cached_stack.score([self], sequence, *cache.stacks)
+        return mixed.with_values(self.norm(mixed.values))
+
+    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
+        """Returns the cache of the histories with these tokens appended.
+
+        Raises:
+            NotExtendableError: the cache would differ from that of `prefill`; see `cached_stack.extend`.
+        """
+        return MixerCache((cached_stack.extend([self], sequence, *cache.stacks),))
+
+    def cache_stages(self) -> list[StageSpec]:
+        """Describes the stages of the mixer's caches."""
+        return cached_stack.stage_specs(0, [0], self)
+
     def flops(self, layout: SequenceLayout) -> int:
         """Counts the FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
         return stack_flops(self.blocks, self.rules, layout, self.embedding_dim, self.attention_width)
@@ -94,10 +138,21 @@ class _AttentionBlock(nn.Module):
         self.project = nn.Linear(embedding_dim, embedding_dim)
         self.dropout = nn.Dropout(dropout)
 
-    def attend(self, x: Tensor, layout: SequenceLayout, mask: AttentionMask) -> Tensor:
-        """Returns dropout(project(attention(norm(x)))), [T, E]."""
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)
-        return self.dropout(self.project(softmax_attention(q, k, v, layout, mask).flatten(1)))
+    def forward(self, x: Tensor, layout: SequenceLayout, mask: AttentionMask) -> Tensor:
+        """Maps [T, E] to [T, E]."""
+        return self.finish(x, softmax_attention(*self.queries_keys_values(x), layout, mask))
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns q, k and v, each [T, H, D]."""
+        return self.qkv(self.attention_norm(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Computes the block's output [T, E] from its input and attention's output [T, H, D]."""
+        raise NotImplementedError
+
+    def mixed(self, attended: Tensor) -> Tensor:
+        """Returns dropout(project(attended)), [T, E]."""
+        return self.dropout(self.project(attended.flatten(1)))
 
 
 class TransformerBlock(_AttentionBlock):
@@ -110,9 +165,9 @@ class TransformerBlock(_AttentionBlock):
         self.narrow = nn.Linear(feed_forward_dim, embedding_dim)
         _initialize(self.qkv, self.project, self.widen, self.narrow)
 
-    def forward(self, x: Tensor, layout: SequenceLayout, mask: AttentionMask) -> Tensor:
-        """Maps [T, E] to [T, E]."""
-        x = x + self.attend(x, layout, mask)
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Computes the block's output [T, E] from its input and attention's output [T, H, D]."""
+        x = x + self.mixed(attended)
         hidden = F.relu(self.widen(self.feed_forward_norm(x)))
         return x + self.dropout(self.narrow(hidden))
 
@@ -130,10 +185,29 @@ class LigrBlock(_AttentionBlock):
         self.feed_forward_gate = nn.Linear(embedding_dim, embedding_dim)
         _initialize(self.qkv, self.project, self.attention_gate, self.feed_forward_gate)
 
-    def forward(self, x: Tensor, layout: SequenceLayout, mask: AttentionMask) -> Tensor:
-        """Maps [T, E] to [T, E]."""
-        x = x + self.attention_gate(x).sigmoid() * self.attend(x, layout, mask)
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Computes the block's output [T, E] from its input and attention's output [T, H, D]."""
+        x = x + self.attention_gate(x).sigmoid() * self.mixed(attended)
         return x + self.feed_forward_gate(x).sigmoid() * self.dropout(self.feed_forward(x))
+
+
+class _CachedBlock(NamedTuple):
+    """A block as `cached_stack` runs a layer, in two halves around attention."""
+
+    block: _AttentionBlock
+
+    def project(self, x: Tensor) -> Projected:
+        """Computes queries, keys and values; `finish` computes gates from x, so there is no u."""
+        q, k, v = self.block.queries_keys_values(x)
+        return Projected(x, q, k, v, x, None)
+
+    def keys_and_values(self, x: Tensor) -> KeysValues:
+        """Computes keys and values."""
+        return KeysValues(*self.block.queries_keys_values(x)[1:])
+
+    def finish(self, x: Tensor, u: Tensor, attended: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Computes the block's output."""
+        return self.block.finish(x, attended)
 
 
 def _initialize(*linears: nn.Linear) -> None:

@@ -129,7 +129,7 @@ class ContextualPreprocessor(nn.Module):
             prefix: the prefix of the same rows, before the events.
 
         Raises:
-            ValueError: the events would change the tokens of `prefix`; the message names the setting.
+            NotExtendableError: the events would change the tokens of `prefix`; the message names the setting.
         """
         if self.positional is not None:
             self.positional.require_extendable()

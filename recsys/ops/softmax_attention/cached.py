@@ -1,0 +1,112 @@
+"""Defines `softmax_attention_cached`: `softmax_attention` for new tokens, with the keys and values of earlier
+tokens cached. It is plain PyTorch, on any device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recsys.ops.attention_args import check_attention, scale_of
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask, row_intervals
+from recsys.ops.jagged.padding import paired_chunks
+
+_CAUSAL = AttentionMask()
+
+
+def softmax_attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+    mask: AttentionMask = _CAUSAL,
+    *,
+    alpha: float | None = None,
+) -> Tensor:
+    """Computes the new rows of `softmax_attention` over `[contextual | cached uih | new uih | targets]`.
+
+    Each sample of `layout` continues the same sample of `cache_layout`. When a cache of a stack of layers is
+    right is said in `hstu_attention_cached`.
+
+    Args:
+        q: [T, H, D] floating point, of the new tokens; `T == layout.total_len`.
+        k: [T, H, D], dtype and device of q.
+        v: [T, H, V]; V may differ from D.
+        layout: the new tokens of each sample: uih, then targets. No contextual tokens.
+        cache_k: [T_cache, H, D], `T_cache == cache_layout.total_len`.
+        cache_v: [T_cache, H, V].
+        cache_layout: the cached tokens: contextual tokens and uih, no targets; same `batch_size` as `layout`.
+        mask: who sees whom within the whole sample.
+        alpha: None for `1 / sqrt(D)`.
+
+    Returns:
+        [T, H, V]. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: naming the argument. RuntimeError if gradients are enabled.
+    """
+    check_attention(q, k, v, layout, mask)
+    _check_cache(k, v, layout, cache_k, cache_v, cache_layout)
+    alpha = scale_of(q) if alpha is None else alpha
+    new, cached = paired_chunks(layout, cache_layout, num_heads=q.shape[1])
+    # A token's place counts from 1, so that padding is 0.
+    places = (layout.positions() + 1, cache_layout.positions() + 1)
+    chunks = zip(
+        new.chunks,
+        cached.chunks,
+        *(new.split(tensor) for tensor in (q * alpha, k, v, places[0])),
+        *(cached.split(tensor) for tensor in (cache_k, cache_v, places[1])),
+        strict=True,
+    )
+    outputs = []
+    for chunk, cache_chunk, q_bQHD, k_bQHD, v_bQHV, place, cache_k_bKHD, cache_v_bKHV, cache_place in chunks:
+        num_cached = cache_chunk.history_end[:, None]
+        row = num_cached + torch.arange(chunk.max_len, device=q.device)
+        seen = row_intervals(mask, row, num_cached + chunk.history_end[:, None], cache_layout.num_contextual)
+        column = torch.arange(cache_chunk.max_len, device=q.device).expand(num_cached.shape[0], -1)
+        visible = torch.cat(
+            [
+                seen.contain(column) & (cache_place > 0)[:, None],
+                seen.contain(row) & (place > 0)[:, None],
+            ],
+            dim=2,
+        )
+        keys, values = torch.cat([cache_k_bKHD, k_bQHD], 1), torch.cat([cache_v_bKHV, v_bQHV], 1)
+        heads = (tensor.transpose(1, 2) for tensor in (q_bQHD, keys, values))
+        # Padding rows see nothing and are NaN, but they are dropped.
+        out_bHQV = F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None], scale=1.0)
+        outputs.append(out_bHQV.transpose(1, 2))
+    return new.merge(outputs)
+
+
+def _check_cache(
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (k, v, cache_k, cache_v)):
+        raise RuntimeError("softmax_attention_cached is not differentiable: call it under torch.no_grad()")
+    if cache_layout.batch_size != layout.batch_size:
+        raise ValueError(
+            f"cache_layout has {cache_layout.batch_size} samples, layout {layout.batch_size}; each sample of "
+            "layout continues the same one of cache_layout"
+        )
+    if layout.num_contextual or cache_layout.total_targets:
+        raise ValueError(
+            f"contextual tokens must be in the cache and targets must not; layout has "
+            f"{layout.num_contextual} contextual tokens, cache_layout {cache_layout.total_targets} targets"
+        )
+    for name, tensor, like in (("cache_k", cache_k, k), ("cache_v", cache_v, v)):
+        if tensor.dtype != like.dtype or tensor.device != like.device:
+            actual, wanted = (f"{t.dtype} on {t.device}" for t in (tensor, like))
+            raise TypeError(f"{name} is {actual}, the new tokens are {wanted}")
+        if tensor.shape[0] != cache_layout.total_len or tensor.shape[1:] != like.shape[1:]:
+            shape = (cache_layout.total_len, *like.shape[1:])
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
