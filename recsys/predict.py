@@ -50,6 +50,8 @@ def run(call: cli.Call) -> None:
             log.info("dry run: %s; %d rows would be scored", checked, source.num_rows)
             return
         done = predict(predictor, source, Path(call.flags.output or call.run_dir / "predictions"))
+        if predictor.stored is not None:
+            log.info("%s", predictor.stored.summary())
     log.info("%d rows, %d of them left out as bad: %s", done.rows, done.left_out, done.folder)
 
 

@@ -36,6 +36,7 @@ def run(call: cli.Call) -> None:
         flags.page_rows,
         flags.item_names,
         flags.verify_key,
+        flags.user_store_mib,
     )
     server.serve(
         folders(flags),

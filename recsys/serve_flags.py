@@ -63,6 +63,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--token-file", metavar="FILE", help="file with the token that requests must carry")
     group.add_argument("--token-env", metavar="NAME", help="environment variable that holds this token")
+    group.add_argument(
+        "--user-store-mib",
+        metavar="MIB",
+        type=between(1, 10**6, int),
+        help="memory for encoded users, who are kept from request to request (default: as exported)",
+    )
     for name, kind, default, least, about in (
         ("port", int, 8000, 0, "port to listen on; 0 picks a free one"),
         ("max-wait-ms", float, 2.0, 0, "how long the first request of a batch waits for others"),

@@ -130,6 +130,11 @@ class ModelDeclaration:
         return getattr(self.config, "tasks", ())
 
     @property
+    def history_reads_request_time(self) -> bool:
+        """Whether the cached keys and values of a history may depend on the time of the request."""
+        return True
+
+    @property
     def preprocessor(self) -> Message | None:
         """Returns the message of the chosen preprocessor, or None without one."""
         return _chosen_part(self.config, "preprocessor")

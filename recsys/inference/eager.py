@@ -81,6 +81,11 @@ class EagerPackage:
         with torch.no_grad():
             return self._with_cache().prefill(batch.to(self.device))
 
+    def extend(self, batch: Batch, cache: UserCache) -> UserCache:
+        """Returns the cache of the users with the events of a batch appended; see `CachedModel.extend`."""
+        with torch.no_grad():
+            return self._with_cache().extend(batch.to(self.device), cache)
+
     def score(self, batch: Batch, cache: UserCache) -> Tensor:
         """Scores candidates of the users of a cache."""
         with torch.no_grad():

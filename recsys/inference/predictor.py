@@ -5,6 +5,7 @@ the key columns, the best items and their scores, and a generator's answer also 
 answers all rows of files.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from recsys.inference.package import Package
 from recsys.inference.rows import runs
 from recsys.inference.search import GivenScores, Recall, open_search
 from recsys.inference.shared_rows import BlockScores, Limits, PackageProgram
+from recsys.inference.stored_scores import open_store
 from recsys.models.base import layout_rule
 from recsys.ops import TopK
 from recsys.scoring.pieces import group_size, piece_size
@@ -69,9 +71,18 @@ class Predictor:
         package: a loaded package, or a model in eager mode.
         pipeline: the package's config, of which `predict`, `data.bad_rows` and `data.key_columns` may be
             changed; by default the config as exported.
+        observe_store: called with the way and the number of rows that `predict.user_store` scored in it.
+
+    Attributes:
+        stored: scores with the store of users; None if the config has none.
     """
 
-    def __init__(self, package: Package | EagerPackage, pipeline: pb.Pipeline | None = None):
+    def __init__(
+        self,
+        package: Package | EagerPackage,
+        pipeline: pb.Pipeline | None = None,
+        observe_store: Callable[[str, int], None] = lambda way, rows: None,
+    ):
         self.package = package
         changed = pipeline or package.pipeline
         self.settings = changed.predict
@@ -94,9 +105,11 @@ class Predictor:
         microbatch = self.settings.candidates_per_microbatch
         program = package if isinstance(package, EagerPackage) else PackageProgram(package)
         self.scorer = Scorer(program, self.pipeline, microbatch)
+        self.stored = open_store(self.scorer, self._batch, self.pipeline, observe_store)
         if package.items is None:
             bounds, outputs = limits(self.pipeline, self.settings, package), package.description.outputs
-            self.scores = BlockScores(self.scorer, self._batch, bounds, len(outputs))
+            score = None if self.stored is None else self.stored.score
+            self.scores = BlockScores(self.scorer, self._batch, bounds, len(outputs), score)
         else:
             self.item = features.searched_item(self.pipeline).name
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]

@@ -79,6 +79,7 @@ class BlockScores:
         to_batch: makes a batch from rows.
         limits: bounds of a batch.
         num_outputs: number of tasks.
+        score: scores the rows of a batch; by default, without a store of users.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class BlockScores:
         to_batch: Callable[[ColumnBlock], Batch],
         limits: Limits,
         num_outputs: int,
+        score: Callable[[ColumnBlock], Tensor] | None = None,
     ):
-        self.scorer, self.to_batch, self.limits, self.num_outputs = scorer, to_batch, limits, num_outputs
+        self.scorer, self.limits, self.num_outputs = scorer, limits, num_outputs
+        self.score = score or (lambda rows: scorer.score(to_batch(rows)))
 
     def of(self, block: ColumnBlock) -> np.ndarray:
         """Returns the scores of all candidates of a block in its order, float32 [N, tasks]."""
@@ -107,7 +110,7 @@ class BlockScores:
         rows = block if self.scorer.may_cache else in_pieces(block, limits.longest)
         for run in bounded_runs(rows.lengths[pb.CANDIDATE].tolist(), limits.rows, limits.candidates):
             is_all = run.stop - run.start == len(rows.row)
-            yield self.scorer.score(self.to_batch(rows if is_all else rows.select(run)))
+            yield self.score(rows if is_all else rows.select(run))
 
 
 def merge(block: ColumnBlock, group_size: int) -> ColumnBlock:

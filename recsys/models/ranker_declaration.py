@@ -7,7 +7,7 @@ from recsys import protos as pb
 from recsys.config import fields
 from recsys.config.checks.values import limit
 from recsys.config.checks.walk import Finding
-from recsys.config.declarations import ModelDeclaration
+from recsys.config.declarations import ModelDeclaration, mixer_of
 from recsys.config.registry import declare
 from recsys.models.retriever_declaration import without_encoder
 
@@ -19,6 +19,14 @@ class RankerDeclaration(ModelDeclaration):
     """Declares `Ranker`, which scores candidates, as tokens of the sequence, for each task."""
 
     keeps_cache = True
+
+    @property
+    def history_reads_request_time(self) -> bool:
+        """Whether the mixer reads times, tokens have ages, or the preprocessor is not one of ours."""
+        mixer, preprocessor = mixer_of(self.pipeline), self.config.preprocessor
+        if mixer is None or mixer.reads_times or not preprocessor.HasField("contextual"):
+            return True
+        return preprocessor.contextual.positional.num_time_buckets > 0
 
     def findings(self) -> Iterator[Finding]:
         """Checks that histories and candidates have features, and that each channel has its own stack."""

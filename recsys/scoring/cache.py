@@ -33,6 +33,19 @@ class UserCache:
         users = self.prefix.users
         return self.mixer.num_bytes + (0 if users is None else users.nbytes)
 
+    @classmethod
+    def join(cls, caches: Sequence["UserCache"]) -> "UserCache":
+        """Joins the users of caches of the same model, in order; a single cache is returned as it is."""
+        if len(caches) == 1:
+            return caches[0]
+        mixer = MixerCache.join([cache.mixer for cache in caches])
+        return cls(Prefix.join([cache.prefix for cache in caches]), mixer)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.prefix.lengths.device
+
     def select(self, rows: Sequence[int]) -> "UserCache":
         """Returns a copy with these users in this order; a user may occur more than once."""
         return UserCache(self.prefix.select(rows), self.mixer.select(rows))

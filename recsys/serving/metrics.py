@@ -40,6 +40,12 @@ class Metrics:
         self.rows = Counter(
             "recsys_rows", "Answered rows by package, A or B.", ["package"], registry=self._registry
         )
+        self.store_rows = Counter(
+            "recsys_user_store_rows",
+            "Rows by how the store of users served them: reused, extended, encoded, or without it.",
+            ["way"],
+            registry=self._registry,
+        )
         self._model = Gauge(
             "recsys_model_info",
             "1 for a package that is served.",

@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from recsys import files
 from recsys import protos as pb
@@ -46,6 +47,18 @@ class Prepared:
     places: Sequence[int]
 
 
+class StoreOptions(NamedTuple):
+    """Settings of a store of users.
+
+    Attributes:
+        mib: memory on the host; None for what the package says.
+        observe: called with the way and the number of rows that were scored in it.
+    """
+
+    mib: int | None = None
+    observe: Callable[[str, int], None] = lambda way, rows: None
+
+
 Columns = dict[str, list[list[Any]]]
 """Columns of an answer, each with a list per row."""
 
@@ -58,6 +71,7 @@ class ServingModel:
         requests: bounds of a request.
         batches: bounds of batches and of the queue.
         observe: called with the number of rows of each batch.
+        store: memory for a store of users, and who observes it.
 
     Attributes:
         folder: folder of the package.
@@ -66,6 +80,7 @@ class ServingModel:
         recommends: True if it searches items, False if it scores candidates.
 
     Raises:
+        ConfigError: the package cannot keep users.
         DataError: a vocabulary cannot be used.
     """
 
@@ -75,12 +90,15 @@ class ServingModel:
         requests: RequestLimits,
         batches: BatchLimits,
         observe: Callable[[int], None] = lambda rows: None,
+        store: StoreOptions | None = None,
     ) -> None:
+        store = store or StoreOptions()
         self.folder, self.pipeline = package.folder, package.pipeline
         self.version = f"step-{package.description.step}-{files.sha256(self.folder / files.MANIFEST)[:12]}"
         self.recommends = package.items is not None
         keys = list(package.pipeline.data.key_columns)
-        self._predictor = Predictor(package, for_requests(package.pipeline))
+        pipeline = for_requests(package.pipeline, store.mib)
+        self._predictor = Predictor(package, pipeline, store.observe)
         searched = self._predictor.item if package.items is not None else None
         outputs = output_types(package.pipeline, package.description.outputs, searched)
         self._tasks = package.description.outputs
@@ -119,7 +137,9 @@ class ServingModel:
         if self.recommends:
             columns = self._recommend(block, max(prepared.k for prepared in batch))
         else:
-            columns = self._score(block)
+            # A store of users knows them by the first key column, as text.
+            users = [None if (user := self.schema.user(row)) is None else str(user) for row in rows]
+            columns = self._score(replace(block, keys=pa.table({"user": pa.array(users, pa.string())})))
         answers: list[Columns | Exception] = []
         for prepared, end in zip(batch, ends, strict=True):
             start = end - len(prepared.rows)

@@ -18,7 +18,7 @@ from recsys.serving.batcher import BatchLimits
 from recsys.serving.experiment import NAMES, Experiment
 from recsys.serving.json_logs import json_lines
 from recsys.serving.metrics import Metrics
-from recsys.serving.model import ServingModel
+from recsys.serving.model import ServingModel, StoreOptions
 from recsys.serving.page import Page
 from recsys.serving.reload import ModelHolder
 from recsys.serving.schema import RequestLimits
@@ -42,6 +42,7 @@ class ServerSettings:
         page_rows: files with rows of the users that the page at `/` knows; empty for no page.
         item_names: file with the names of items for that page.
         verify_key: file of the public key that must have signed each package, also at a reload.
+        store_mib: memory for a store of users; None for what each package says.
     """
 
     host: str
@@ -51,6 +52,7 @@ class ServerSettings:
     page_rows: Sequence[str] = ()
     item_names: str | None = None
     verify_key: Path | None = None
+    store_mib: int | None = None
 
 
 def serve(
@@ -75,7 +77,8 @@ def serve(
 
     def load(place: Path) -> ServingModel:
         package = Package(place, verify_key=settings.verify_key)
-        return ServingModel(package, requests, batches, lambda rows: metrics.batch_rows.observe(rows))
+        store = StoreOptions(settings.store_mib, lambda way, rows: metrics.store_rows.labels(way).inc(rows))
+        return ServingModel(package, requests, batches, lambda rows: metrics.batch_rows.observe(rows), store)
 
     def observer(name: str) -> Callable[[ServingModel], None]:
         return lambda model: metrics.set_model(name, model.version)

@@ -9,6 +9,7 @@ import pytest
 
 from recsys import config
 from recsys.inference.predictor import Predictor
+from recsys.inference.stored_scores import REUSED, StoredScores
 from recsys.scoring import scorer
 from recsys.scoring.signature import ScoringGraph
 from tests.integration import parity
@@ -60,3 +61,10 @@ def test_trains_and_predicts_what_evaluation_says(tmp_path, form, monkeypatch):
     cached = parity.with_cache(package, model)
     monkeypatch.setattr(scorer, "ONE_PASS", 0)  # else such short lists would not use it
     parity.assert_predicted(model, batches, rows, Predictor(cached).table(rows))
+    # A package with a store: the second time, it has users whose last row is their only one.
+    with_store = config.resolve(config.read(CONFIG, [*changes, "predict.user_store={}"]).pipeline).pipeline
+    monkeypatch.setattr(StoredScores, "_measure", lambda self, size, block: None)
+    predictor = Predictor(cached, with_store)
+    for _ in range(2):
+        parity.assert_predicted(model, batches, rows, predictor.table(rows))
+    assert predictor.stored.rows[REUSED] > 50

@@ -21,10 +21,17 @@ def caching_mixers() -> list[str]:
 
 
 def _cached_scoring(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    model, path = model_of(pipeline), "export.cached_scoring"
-    if not pipeline.export.cached_scoring or not model.kind:
+    if pipeline.export.cached_scoring:
+        yield from _uncacheable(pipeline, "export.cached_scoring")
+    if pipeline.predict.HasField("user_store"):
+        yield from _uncacheable(pipeline, "predict.user_store")
+
+
+def _uncacheable(pipeline: pb.Pipeline, path: str) -> Iterator[Finding]:
+    """Yields a finding if the model cannot score with a cache, which the setting of this path needs."""
+    model, mixer = model_of(pipeline), mixer_of(pipeline)
+    if not model.kind:
         return
-    mixer = mixer_of(pipeline)
     if not model.reads_candidates("predict"):
         problem = (
             f"a {model.kind} scores no candidates of a row, so there is nothing to cache; remove this setting"

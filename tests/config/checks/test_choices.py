@@ -64,8 +64,13 @@ def test_only_rankers_with_a_mixer_that_keeps_one_score_with_a_cache(tmp_path):
     assert finding.endswith(
         "a retriever scores no candidates of a row, so there is nothing to cache; remove this setting"
     )
-    (finding,) = config.check(load(RANKER, [asked, "model.ranker.mixer={sasrec {}}"], tmp_path).pipeline)
-    assert "mixer.sasrec cannot score with a cache; remove this setting, or use hstu or mixture" in finding
+    (finding,) = config.check(
+        load(RANKER, [asked, "model.ranker.mixer={linear {qk_dim: 8}}"], tmp_path).pipeline
+    )
+    assert (
+        "mixer.linear cannot score with a cache; remove this setting, or use hstu or sasrec or mixture"
+        in finding
+    )
 
 
 def test_caching_mixers_are_those_that_can():
