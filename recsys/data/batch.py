@@ -64,8 +64,8 @@ class Batch(Pipelineable):
         num_candidates: [B] int64 number of candidates.
         ids: every embedded column, with the keys of `features.columns`; values are rows of embedding tables,
             lengths are numbers of ids per row. The last keys are `features.shared_columns`, the negatives
-            that all rows share, and the columns of side ITEM, the features of these negatives; row 0 holds
-            all of their values.
+            that all rows share, and the columns of side ITEM, the features of these negatives; each row
+            holds an equal part of their values.
         value_counts: by multi-valued column, int64 number of ids of each row, event, candidate or negative.
         numbers: by plain numeric column, transformed float32 numbers, one per row, event, candidate or
             negative; for sampled negatives with logQ also `log_weights`.

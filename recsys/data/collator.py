@@ -102,12 +102,13 @@ class Collator:
         return _tensors(arrays | shaped)
 
     def _ids(self, arrays: BatchArrays, negatives: dict[str, np.ndarray]) -> KeyedJaggedTensor:
-        """Joins the ids of the rows and the ids of the negatives; row 0 holds all negatives."""
+        """Joins the ids of the rows and the ids of the negatives, which are dealt evenly to the rows."""
         num_rows = len(arrays.row)
         keys, values, lengths = [*self._keys, *negatives], arrays.id_values, arrays.id_lengths
         if negatives:
-            negative_lengths = np.zeros((len(negatives), num_rows), np.int64)
-            negative_lengths[:, 0] = [len(ids) for ids in negatives.values()]
+            # On a GPU, one thread brings all ids of a row to the ranks that hold them, one after the other.
+            counts = np.array([[len(ids)] for ids in negatives.values()])
+            negative_lengths = counts // num_rows + (np.arange(num_rows) < counts % num_rows)
             values = np.concatenate([values, *negatives.values()])
             lengths = np.concatenate([lengths, negative_lengths.reshape(-1)])
         return KeyedJaggedTensor(

@@ -1,5 +1,6 @@
 """Shared negatives of a retriever's batches, and how a batch reaches TorchRec."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -31,7 +32,9 @@ def test_the_whole_catalogue_without_the_unknown_row(retriever):
         for batch in Loader.open(retriever.pipeline, "train", RULE, mode=mode).epoch(0):
             negatives = batch.ids[features.NEGATIVES]
             assert negatives.values().tolist() == [1, 2, 3, 4, 5, 6]
-            assert negatives.lengths().tolist() == [6] + [0] * (len(batch.request_time) - 1)
+            # No row has more than its share: FBGEMM buckets the ids of a row one after the other.
+            lengths = negatives.lengths().tolist()
+            assert sum(lengths) == 6 and max(lengths) == math.ceil(6 / len(batch.request_time))
             assert list(batch.ids.keys())[-1] == features.NEGATIVES
 
 
