@@ -19,6 +19,7 @@ from recsys.ops.runtime.dispatch import explain, last_backend
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.segment_sum import segment_sum
 from recsys.ops.softmax_attention import softmax_attention
+from recsys.ops.softmax_attention.cached import softmax_attention_cached
 from recsys.ops.top_k import TopK, top_k
 
 __all__ = [
@@ -46,5 +47,6 @@ __all__ = [
     "offsets_from_lengths",
     "segment_sum",
     "softmax_attention",
+    "softmax_attention_cached",
     "top_k",
 ]

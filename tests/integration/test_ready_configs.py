@@ -42,17 +42,9 @@ SHORT = (
 
 
 SHALLOW = {
-    "amazon_beauty_tiger.config": (
-        "model.generator.encoder.num_layers=1",
-        "model.generator.decoder.num_layers=1",
-        "model.generator.encoder.targets_per_row=2",
-        "model.generator.decoding={method: EXACT}",
-        "model.precision=FP32",
-    ),
     "ml_1m_hstu_large.config": ("model.retriever.mixer.hstu.num_layers=2",),
 }
-"""Overrides of deep stacks of equal layers, of which two do what eight do, of the cost of long histories, and
-of a beam, which rounding to bfloat16 leads to other items."""
+"""Overrides of deep stacks of equal layers, of which two do what eight do."""
 
 
 def movielens_ranking(folder: Path) -> Path:
@@ -88,7 +80,6 @@ def bundled(name: str) -> Callable[[Path], Path]:
 DATA = {
     "amazon_beauty_hstu.config": bundled("movielens"),
     "amazon_beauty_sasrec.config": bundled("movielens"),
-    "amazon_beauty_tiger.config": bundled("movielens"),
     "kuairand_ranking.config": kuairand,
     "kuairand_ultra_hstu.config": kuairand,
     "ml_1m_hstu.config": bundled("movielens"),
@@ -121,7 +112,7 @@ def trained(request, tmp_path_factory) -> Trained:
         path = folder / f"{split}.parquet"
         pq.write_table(pq.read_table(data / f"{split}.parquet").slice(0, count), path)
         overrides.append(f'data.{split}={{parquet {{paths: "{path}"}}}}')
-    if any(name in request.param for name in ("generator", "parallel", "tiger")):
+    if any(name in request.param for name in ("generator", "parallel")):
         overrides.append(f'model.generator.bundle="{movielens_codes(folder / "bundle")}"')
     path = Path("configs") / request.param
     flags = ["--config", str(path), "--run-dir", str(folder / "run")]

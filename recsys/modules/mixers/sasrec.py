@@ -18,10 +18,9 @@ from recsys.modules.norm import LayerNorm
 from recsys.modules.precision import COMPUTE_DTYPES
 from recsys.modules.sequence import JaggedSequence
 from recsys.modules.stu_paths import KeysValues, Projected
-from recsys.ops import AttentionMask, SequenceLayout, softmax_attention
+from recsys.ops import AttentionMask, SequenceLayout, softmax_attention, softmax_attention_cached
 from recsys.ops.attention_args import AttentionFacts, is_deterministic
 from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
-from recsys.ops.softmax_attention.cached import softmax_attention_cached
 
 
 @register(pb.SasRecMixer)
