@@ -25,6 +25,10 @@ def _cached_scoring(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield from _uncacheable(pipeline, "export.cached_scoring")
     if pipeline.predict.HasField("user_store"):
         yield from _uncacheable(pipeline, "predict.user_store")
+        memory = pipeline.predict.user_store
+        if not memory.host_mib and not memory.device_mib:
+            problem = "host_mib and device_mib are 0, so no user fits; give one of them, or remove the store"
+            yield Finding("predict.user_store", problem)
 
 
 def _uncacheable(pipeline: pb.Pipeline, path: str) -> Iterator[Finding]:

@@ -73,6 +73,14 @@ def test_only_rankers_with_a_mixer_that_keeps_one_score_with_a_cache(tmp_path):
     )
 
 
+def test_a_store_of_users_needs_memory(tmp_path):
+    (finding,) = config.check(
+        load(RANKER, ["predict.user_store={host_mib: 0 device_mib: 0}"], tmp_path).pipeline
+    )
+    assert "predict.user_store: host_mib and device_mib are 0, so no user fits" in finding
+    assert config.check(load(RANKER, ["predict.user_store={host_mib: 0}"], tmp_path).pipeline) == []
+
+
 def test_caching_mixers_are_those_that_can():
     can = {name for name, actual in registered(pb.Mixer).items() if hasattr(actual.cls, "prefill")}
     assert can == set(export_rules.caching_mixers())
