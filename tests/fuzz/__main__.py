@@ -25,6 +25,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from tests.fuzz.damage import Damaged, damage
 from tests.fuzz.folders import CONFIGS, Scenario, choose, copy, make, scenarios
 
@@ -171,6 +173,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--show", action="store_true", help="print the output of each case")
     flags = parser.parse_args()
+    # Threads of OpenMP do not survive the fork of a case, which would die in its first product.
+    torch.set_num_threads(1)
     flags.folders = flags.folders or Path(tempfile.mkdtemp(prefix="folders-"))
     for kind in flags.kinds:
         if not (flags.folders / kind).exists():
