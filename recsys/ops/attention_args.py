@@ -120,6 +120,51 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
         raise ValueError(f"k must have the head dimension of q, {q.shape[2]}, got {k.shape[2]}")
 
 
+def check_cache(
+    q: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+) -> None:
+    """Checks the cache against the new tokens, and what kinds of tokens the two layouts hold.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if not isinstance(cache_layout, SequenceLayout):
+        raise TypeError(f"cache_layout must be a SequenceLayout, got {type(cache_layout).__name__}")
+    if cache_layout.device != layout.device:
+        raise ValueError(f"cache_layout is on {cache_layout.device}, layout on {layout.device}")
+    if cache_layout.batch_size != layout.batch_size:
+        raise ValueError(
+            f"cache_layout has {cache_layout.batch_size} samples, layout {layout.batch_size}; "
+            "each sample of layout continues the same one of cache_layout"
+        )
+    if cache_layout.total_targets != 0:
+        raise ValueError(f"cache_layout must hold no targets, it has {cache_layout.total_targets}")
+    if layout.num_contextual != 0:
+        raise ValueError(
+            f"layout must hold no contextual tokens, they are in the cache; num_contextual is "
+            f"{layout.num_contextual}"
+        )
+    for name, tensor, like, like_name in (("cache_k", cache_k, q, "q"), ("cache_v", cache_v, v, "v")):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype != like.dtype:
+            raise TypeError(f"{name} must have the dtype of {like_name}, {like.dtype}, got {tensor.dtype}")
+        if tensor.device != like.device:
+            raise ValueError(f"{name} is on {tensor.device}, {like_name} on {like.device}")
+        if tensor.dim() != 3 or tensor.shape[1:] != like.shape[1:]:
+            wanted = f"[cached tokens, {like.shape[1]}, {like.shape[2]}]"
+            raise ValueError(f"{name} must have shape {wanted} as {like_name}, got {tuple(tensor.shape)}")
+        if tensor.shape[0] != cache_layout.total_len:
+            raise ValueError(
+                f"{name} has {tensor.shape[0]} rows, the cache_layout total_len = {cache_layout.total_len}"
+            )
+
+
 def _are_alike(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask) -> bool:
     """Returns True in the common case that q, k and v have one shape and nothing is wrong with them;
     quick."""

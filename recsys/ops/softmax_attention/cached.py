@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.attention_args import check_attention, scale_of
+from recsys.ops.attention_args import check_attention, check_cache, scale_of
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask, row_intervals
 from recsys.ops.jagged.padding import paired_chunks
@@ -50,7 +50,9 @@ def softmax_attention_cached(
         TypeError, ValueError: naming the argument. RuntimeError if gradients are enabled.
     """
     check_attention(q, k, v, layout, mask)
-    _check_cache(k, v, layout, cache_k, cache_v, cache_layout)
+    check_cache(q, v, layout, cache_k, cache_v, cache_layout)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v, cache_k, cache_v)):
+        raise RuntimeError("softmax_attention_cached computes no gradients; call it under torch.no_grad()")
     alpha = scale_of(q) if alpha is None else alpha
     new, cached = paired_chunks(layout, cache_layout, num_heads=q.shape[1])
     # A token's place counts from 1, so that padding is 0.
@@ -81,32 +83,3 @@ def softmax_attention_cached(
         out_bHQV = F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None], scale=1.0)
         outputs.append(out_bHQV.transpose(1, 2))
     return new.merge(outputs)
-
-
-def _check_cache(
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    cache_layout: SequenceLayout,
-) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (k, v, cache_k, cache_v)):
-        raise RuntimeError("softmax_attention_cached is not differentiable: call it under torch.no_grad()")
-    if cache_layout.batch_size != layout.batch_size:
-        raise ValueError(
-            f"cache_layout has {cache_layout.batch_size} samples, layout {layout.batch_size}; each sample of "
-            "layout continues the same one of cache_layout"
-        )
-    if layout.num_contextual or cache_layout.total_targets:
-        raise ValueError(
-            f"contextual tokens must be in the cache and targets must not; layout has "
-            f"{layout.num_contextual} contextual tokens, cache_layout {cache_layout.total_targets} targets"
-        )
-    for name, tensor, like in (("cache_k", cache_k, k), ("cache_v", cache_v, v)):
-        if tensor.dtype != like.dtype or tensor.device != like.device:
-            actual, wanted = (f"{t.dtype} on {t.device}" for t in (tensor, like))
-            raise TypeError(f"{name} is {actual}, the new tokens are {wanted}")
-        if tensor.shape[0] != cache_layout.total_len or tensor.shape[1:] != like.shape[1:]:
-            shape = (cache_layout.total_len, *like.shape[1:])
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

@@ -37,11 +37,19 @@ def test_what_does_not_fit_is_named():
         (ValueError, "cache_layout has 2 samples", (layout, *old, SequenceLayout(torch.tensor([1, 2])))),
         (
             ValueError,
-            "layout has 1 contextual tokens",
+            "layout must hold no contextual tokens, .* num_contextual is 1",
             (SequenceLayout(torch.tensor([2]), None, 1), *old, cache_layout),
         ),
-        (ValueError, r"cache_k must have shape \(3, 2, 3\)", (layout, new[1], old[1], cache_layout)),
-        (TypeError, "cache_v is torch.float32", (layout, old[0], old[1].float(), cache_layout)),
+        (
+            ValueError,
+            "cache_k has 2 rows, the cache_layout total_len = 3",
+            (layout, new[1], old[1], cache_layout),
+        ),
+        (
+            TypeError,
+            "cache_v must have the dtype of v, torch.float64, got torch.float32",
+            (layout, old[0], old[1].float(), cache_layout),
+        ),
     ):
         with pytest.raises(error, match=message):
             softmax_attention_cached(*new, *given, AttentionMask())

@@ -14,6 +14,7 @@ from recsys.ops.attention_args import (
     attention_facts,
     check_attention,
     check_bias,
+    check_cache,
     check_number,
     scale_of,
 )
@@ -137,7 +138,7 @@ def _facts_of(
 ) -> CachedFacts:
     """Checks, for all backends, what `check_attention` does not, and returns the facts that backends ask
     for."""
-    _check_cache(q, v, cache_k, cache_v, problem)
+    check_cache(q, v, problem.layout, cache_k, cache_v, problem.cache_layout)
     check_number("scale_len", problem.scale_len, positive=True)
     check_number("alpha", problem.alpha)
     if problem.bias is not None:
@@ -181,45 +182,6 @@ def _extended(facts: AttentionFacts, only_targets: bool, num_units: int) -> Cach
         only_targets=only_targets,
         num_units=num_units,
     )
-
-
-def _check_cache(q: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> None:
-    """Checks the cache against the new tokens, and what kinds of tokens the two layouts hold.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-    """
-    layout, cache_layout = problem.layout, problem.cache_layout
-    if not isinstance(cache_layout, SequenceLayout):
-        raise TypeError(f"cache_layout must be a SequenceLayout, got {type(cache_layout).__name__}")
-    if cache_layout.device != layout.device:
-        raise ValueError(f"cache_layout is on {cache_layout.device}, layout on {layout.device}")
-    if cache_layout.batch_size != layout.batch_size:
-        raise ValueError(
-            f"cache_layout has {cache_layout.batch_size} samples, layout {layout.batch_size}; "
-            "each sample of layout continues the same one of cache_layout"
-        )
-    if cache_layout.total_targets != 0:
-        raise ValueError(f"cache_layout must hold no targets, it has {cache_layout.total_targets}")
-    if layout.num_contextual != 0:
-        raise ValueError(
-            f"layout must hold no contextual tokens, they are in the cache; num_contextual is "
-            f"{layout.num_contextual}"
-        )
-    for name, tensor, like, like_name in (("cache_k", cache_k, q, "q"), ("cache_v", cache_v, v, "v")):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype != like.dtype:
-            raise TypeError(f"{name} must have the dtype of {like_name}, {like.dtype}, got {tensor.dtype}")
-        if tensor.device != like.device:
-            raise ValueError(f"{name} is on {tensor.device}, {like_name} on {like.device}")
-        if tensor.dim() != 3 or tensor.shape[1:] != like.shape[1:]:
-            wanted = f"[cached tokens, {like.shape[1]}, {like.shape[2]}]"
-            raise ValueError(f"{name} must have shape {wanted} as {like_name}, got {tuple(tensor.shape)}")
-        if tensor.shape[0] != cache_layout.total_len:
-            raise ValueError(
-                f"{name} has {tensor.shape[0]} rows, the cache_layout total_len = {cache_layout.total_len}"
-            )
 
 
 def _check_cached_bias(bias: CachedRelativeBias, q: Tensor, cache_k: Tensor) -> None:
