@@ -2,6 +2,7 @@
 # On RANKS GPUs of one host: a full softmax over 10 million items divided over the ranks, a row-wise table of a billion rows of width
 # 64, and a state of 101 GB that is written while training goes on, and read again.
 #   large.sh RUNS RANKS [SMALL]       with SMALL=1000 every size is divided by 1,000, for a try on CPUs
+# ONLY="softmax state" leaves out the table of a billion rows, which two GPUs have no room for.
 # Run from the root of the repository.
 set -uo pipefail
 runs="$1" ranks="$2" small="${3:-1}"
@@ -26,14 +27,21 @@ train() { # SECONDS COMMAND NAME CONFIG OVERRIDE ...
 }
 step() { echo "grep -Eq 'INFO +$1/' $runs/$2.log"; }
 
-python "$here/rows.py" "$runs/many-items" --items $((10000000 / small))
-train 90 "$(step 60 softmax)" softmax softmax.config train.checkpoint.every_steps=100000 \
-    "data.train.parquet.paths=[\"$runs/many-items/train.parquet\"]" "data.vocabulary_dir=\"$runs/many-items/vocabulary\""
-train 120 "$(step 60 billion)" billion table.config "features[0].id.hash.num_buckets=$((1000000000 / small))" \
-    train.checkpoint.every_steps=100000
+wanted() { [[ " ${ONLY:-softmax billion state} " == *" $1 "* ]]; }
+
+if wanted softmax; then
+    python "$here/rows.py" "$runs/many-items" --items $((10000000 / small))
+    train 90 "$(step 60 softmax)" softmax softmax.config train.checkpoint.every_steps=100000 \
+        "data.train.parquet.paths=[\"$runs/many-items/train.parquet\"]" "data.vocabulary_dir=\"$runs/many-items/vocabulary\""
+fi
+if wanted billion; then
+    train 120 "$(step 60 billion)" billion table.config "features[0].id.hash.num_buckets=$((1000000000 / small))" \
+        train.checkpoint.every_steps=100000
+fi
+wanted state || exit 0
 state=("features[0].id.hash.num_buckets=$((390000000 / small))" train.log_every_steps=50)
 df -h "$runs" | tail -n 1
-train 200 "[ -e $runs/state/checkpoints/step-00000100 ]" state table.config "${state[@]}" train.checkpoint.every_steps=100
+train 280 "[ -e $runs/state/checkpoints/step-00000100 ]" state table.config "${state[@]}" train.checkpoint.every_steps=100
 date +%T
 du -s --block-size=1M "$runs/state/checkpoints"
 find "$runs/state/checkpoints" -printf '%TT %s %f\n' | sort | sed -n '1,3p;$p'
