@@ -13,10 +13,9 @@ repeated, so that a fresh machine goes on from a record. `data.num_workers` is 1
 """
 
 import argparse
-import gzip
-import io
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -74,7 +73,8 @@ class Setting:
 
 
 def _block(text: str) -> str:
-    """The part of text up to the brace that closes its first one, in one line."""
+    """The part of text up to the brace that closes its first one, in one line without comments."""
+    text = re.sub(r"#.*", "", text)
     depth = 0
     for index, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
@@ -176,16 +176,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         sizes = ["--min-user-events", "5", "--min-item-events", "5", "--max-history", "50"]
         pack_prepared(arguments.data, "amazon-beauty", command + sizes)
     if arguments.kuairand:
-        # Its requests repeat histories, so that prepared rows are six times as large as the log.
-        patterns = ("log_standard*", "user_features*", "video_features_basic*")
-        with tarfile.open(arguments.data / "kuairand-log.tar.xz", "w:xz", preset=9) as tar:
-            for path in (path for pattern in patterns for path in arguments.kuairand.rglob(pattern)):
-                opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-                with opened as file:
-                    content = file.read()
-                entry = tarfile.TarInfo(f"kuairand-log/{path.name.removesuffix('.gz')}")
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
+        pack_prepared(arguments.data, "kuairand", ["kuairand", "--input", arguments.kuairand])
     for path in arguments.data.glob("*.tar.xz"):
         print(path, path.stat().st_size, "bytes")
 
@@ -214,13 +205,11 @@ def unpack(data: Path) -> None:
     """Unpacks what `prepare` packed, unless it is there."""
     for archive in data.glob("*.tar.xz"):
         name = archive.name.removesuffix(".tar.xz")
-        if name not in (*SETTINGS, "kuairand-log") or (data / name).exists():
+        if name not in SETTINGS or (data / name).exists():
             continue
         with tarfile.open(archive) as tar:
             tar.extractall(data / f"{name}.part", filter="data")
         (data / f"{name}.part" / name).rename(data / name)
-    if (data / "kuairand-log").exists() and not (data / "kuairand").exists():
-        prepared("kuairand", "--input", data / "kuairand-log", "--output", data / "kuairand")
 
 
 def result(run: Run) -> dict | None:

@@ -184,7 +184,8 @@ class LinearLayer(nn.Module):
             forgets = F.softplus(-gates).unflatten(1, (self.num_heads, -1)) / math.log(2)
             return Recurrence(q, k, v, -rate[:, None] * forgets)
         forgets, beta = gates.split(self.num_heads, dim=1)
-        q, k = (F.normalize(part, dim=2) for part in (q, k))
+        # CUDA's autocast computes lengths in float32, and returns them so.
+        q, k = (F.normalize(part, dim=2).to(v.dtype) for part in (q, k))
         return Recurrence(q, k, v, -rate * F.softplus(-forgets) / math.log(2), beta.sigmoid())
 
 

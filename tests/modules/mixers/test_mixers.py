@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recsys import protos as pb
 from recsys.config import registry
 from recsys.modules import linear_layer, mixers  # noqa: F401
+from recsys.modules.sequence import JaggedSequence
 from recsys.ops import LinearAttention
 from tests.modules.mixers.sequences import WIDTH, part, random_sequence
 
@@ -127,6 +128,21 @@ def test_bfloat16_products_stay_close(mixer):
         rounded = mixer(sequence).values
     assert rounded.dtype == torch.float32
     assert (rounded - exact).norm() / exact.norm() < 0.03
+
+
+@pytest.mark.gpu
+def test_bfloat16_products_stay_close_on_a_gpu(mixer):
+    # Autocast computes more operations in float32 there than on a CPU.
+    mixer.float()
+    sequence = random_sequence(SHAPES, dtype=torch.float32)
+    exact = mixer(sequence).values
+    columns = [column.cuda() for column in (sequence.values, sequence.timestamps, sequence.next_timestamps)]
+    moved = JaggedSequence(columns[0], sequence.layout.to("cuda"), *columns[1:])
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        rounded = mixer.cuda()(moved).values
+        rounded.sum().backward()
+    assert rounded.dtype == torch.float32
+    assert (rounded.cpu() - exact).norm() / exact.norm() < 0.03
 
 
 def test_dropout_is_for_training(mixer):
