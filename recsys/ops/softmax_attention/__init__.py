@@ -70,5 +70,4 @@ def _facts(
     return replace(facts, histories_only=True)
 
 
-# "flash" has been timed on a GPU, but no training has taken it yet, so "auto" takes the reference.
-OP = Op("softmax_attention", __name__, backends=("reference", "flash"), facts=_facts)
+OP = Op("softmax_attention", __name__, backends=("flash", "reference"), facts=_facts)

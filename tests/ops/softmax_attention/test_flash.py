@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from recsys.ops import AttentionMask, SequenceLayout
+from recsys.ops import AttentionMask, SequenceLayout, last_backend, softmax_attention
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.softmax_attention import OP, flash
 from tests.ops import harness
@@ -96,3 +96,12 @@ def test_on_a_gpu(dims, mask):
     rounding = 1e-3 if mask.window == 1 else 0.0
     harness.assert_near(given.cast(torch.bfloat16), ON_GPU, floor=2e-3, absolute=rounding)
     harness.assert_nothing_waits(given.cast(torch.bfloat16), ON_GPU)
+
+
+@pytest.mark.gpu
+def test_auto_takes_it_for_histories():
+    q = torch.randn(5, 2, 16, device="cuda", dtype=torch.bfloat16)
+    softmax_attention(q, q, q, SequenceLayout(torch.tensor([3, 2])).to("cuda"))
+    assert last_backend("softmax_attention") == "flash"
+    softmax_attention(q, q, q, SequenceLayout(torch.tensor([3, 2]), torch.tensor([1, 0])).to("cuda"))
+    assert last_backend("softmax_attention") == "reference"
