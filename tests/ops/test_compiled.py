@@ -149,7 +149,7 @@ def linear_attention(kernel, dim, delta) -> Case:
         "state_gradients": (triton_scan.state_gradients_kernel, problem.scan_constants(LOCAL=False, **scan)),
         "gradients": (
             triton_chunks.gradients_kernel,
-            problem.chunk_constants(**triton_launch.GRADIENTS_LAUNCH),
+            problem.chunk_constants(**problem.gradients_launch()),
         ),
     }[kernel]
     wide = ("sums", "chunk_decays", "inverses", "starts", "final", "ends", "end_decays", "local")
