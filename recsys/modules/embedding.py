@@ -7,13 +7,13 @@ calls modules and never reads values.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, JaggedTensor
+from torchrec import EmbeddingCollection, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.types import DataType
 
@@ -61,6 +61,8 @@ class EmbeddingGroup(nn.Module):
             `dim_64`. Large tables, and tables whose placement is not `model.embedding.placement`, have
             collections of their own. After `move_outside`, `outside` stands in for the removed tables.
         join: makes one vector per row, event or candidate of the looked-up rows and the numbers.
+        local: by key of `tables`, a function that looks up in place of the collection. `training` sets it for
+            sharded tables of a single process.
     """
 
     def __init__(self, pipeline: pb.Pipeline):
@@ -94,6 +96,7 @@ class EmbeddingGroup(nn.Module):
             }
         )
         self.join = FeatureVectors(pipeline)
+        self.local: Mapping[str, Callable[[KeyedJaggedTensor], dict[str, JaggedTensor]]] = {}
         self._given: Mapping[str, Tensor] | None = None
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -104,7 +107,7 @@ class EmbeddingGroup(nn.Module):
 
     def look_up(self, batch: Batch) -> LookedUp:
         """Returns the rows of all tables that a batch names, for each collection of tables."""
-        return [tables(batch.ids) for tables in self.tables.values()]
+        return [self.local.get(key, tables)(batch.ids) for key, tables in self.tables.items()]
 
     @contextmanager
     def given(self, vectors: Mapping[str, Tensor]) -> Iterator[None]:

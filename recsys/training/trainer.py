@@ -337,8 +337,10 @@ class Trainer:
 def step_pipeline(session: Session) -> TrainPipelineBase | TrainPipelineSparseDist:
     """Returns a pipeline that prepares the next batch during a step.
 
-    It copies the batch to the device, and sends its ids to the ranks that hold the rows of sharded tables.
+    It copies the batch to the device and, if there are several ranks, sends its ids to those that hold the rows
+    of sharded tables.
     """
-    sharded = any(isinstance(module, ShardedModule) for module in session.wrapped.modules())
-    kind = TrainPipelineSparseDist if sharded else TrainPipelineBase
+    tables, local = session.model.embed.tables, session.model.embed.local
+    exchanges = any(isinstance(group, ShardedModule) and key not in local for key, group in tables.items())
+    kind = TrainPipelineSparseDist if exchanges else TrainPipelineBase
     return kind(session.wrapped, session.optimizer, session.processes.device)
