@@ -48,7 +48,7 @@ def main():
     with process_group() as processes, tempfile.TemporaryDirectory() as folder:
         session = open_session(pipeline, Path(folder), processes)
         session.validation = None
-        recorder, stamps = session.step.loss_of_vectors.recorder, Stamps()
+        recorder, stamps = session.step.recorder, Stamps()
         trainer.Trainer(session, [stamps]).run()
         torch.cuda.synchronize()
         last = stamps.seconds[-LAST:]
