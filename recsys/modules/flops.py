@@ -12,7 +12,6 @@ from torch import nn
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.jagged.mask import count_pairs
 
-
 _LINEAR_WEIGHTS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Numbers of weights that have been counted before: every training step asks for them, and walking over a
 model takes longer than all its other counts."""

@@ -45,7 +45,7 @@ class LocalLookUp:
         return looked_up
 
     def rows(self, ids: KeyedJaggedTensor) -> Tensor:
-        """Returns the vectors of all columns, one after the other, [ids, width]; gradients train the tables."""
+        """Returns the vectors of all columns, one after the other, [ids, width]."""
         rows = [kernel(self._select(ids, kernel.config.feature_names())) for kernel in self._kernels]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 

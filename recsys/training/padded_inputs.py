@@ -8,7 +8,6 @@ weight is 0, and rows do not see each other, so they change no loss and no gradi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,9 @@ ROWS, EVENTS, CANDIDATES = "rows", "events", "candidates"
 _LENGTHS = ("padded", "lengths")
 _VALUES, _VALUE_LENGTHS, _VALUE_OFFSETS = (("looked up", x) for x in ("values", "lengths", "offsets"))
 _SOURCES, _TARGETS = "sources", "targets"
-"""Names of buffers: lengths of all lists of ids, fillers included; the ids, without fillers, that are looked up
-outside of the graph; and for each collection of tables the row of each padded vector, and the padded place of
-each row."""
+"""Names of buffers: lengths of all lists of ids, fillers included; the ids, without fillers, that are looked
+up outside of the graph; and for each collection of tables the row of each padded vector, and the padded place
+of each row."""
 
 _BY_ROW = ("request_time", "sample_weight", "group")
 _BY_EVENT = ("uih_timestamps", "uih_actions", "uih_watch_time")

@@ -65,8 +65,8 @@ def shard(
     """Wraps a model for the processes of the run; its weights keep their values. Collective.
 
     With pb.Embedding.SHARDED, tables are split over the ranks and trained inside the backward pass, even in a
-    run of one process, which then looks them up without exchange. With pb.Embedding.REPLICATED they stay plain parameters, whose gradients are averaged
-    like all others.
+    run of one process, which looks them up without exchange. With pb.Embedding.REPLICATED they stay plain
+    parameters, whose gradients are averaged like all others.
 
     Args:
         module: a model with tables in `EmbeddingCollection`s, on the CPU, the same on every rank. Tables on

@@ -1,4 +1,4 @@
-"""Tensors that stay where they are on the device, as CUDA graphs need them, and are filled by one transfer."""
+"""Tensors that stay where they are on the device, as CUDA graphs need them, filled by one transfer."""
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
