@@ -107,8 +107,10 @@ def shard(
     built_on_meta = {n: tables for n, tables in collections.items() if tables.device == torch.device("meta")}
     if built_on_meta and draw:
         _fill(wrapped, built_on_meta)
-    if processes.world_size == 1:
+    if processes.world_size == 1 and planned:
         look_up_locally(module)
+        if pipeline.train.unique_ids:
+            log.warning("train.unique_ids has no effect in a run of one process, which sends ids to nobody")
     return wrapped
 
 
