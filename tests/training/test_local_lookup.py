@@ -24,7 +24,8 @@ SMALL = (
     "data.batch_size=8",
     "train.num_steps=4",
     # Two kernels in one collection, and a collection of its own.
-    'model.embedding.tables=[{table: "author_id" table_precision: FP16}, {table: "tag" placement: REPLICATED}]',
+    'model.embedding.tables={table: "author_id" table_precision: FP16}',
+    'model.embedding.tables={table: "tag" placement: REPLICATED}',
 )
 
 
