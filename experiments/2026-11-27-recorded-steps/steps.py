@@ -41,7 +41,7 @@ def train(path, overrides, way):
     with process_group() as processes, tempfile.TemporaryDirectory() as folder:
         session = open_session(pipeline, Path(folder), processes)
         session.validation = None
-        losses, stamps = session.step.loss_of_vectors, Stamps()
+        losses, stamps = session.step, Stamps()
         recorder = losses.recorder
         if way == "padded":
             recorder.record = False

@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, JaggedTensor
+from torchrec import EmbeddingCollection, JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.types import DataType
 
@@ -50,6 +52,24 @@ LookedUp = Sequence[dict[str, JaggedTensor]]
 """For each collection of tables, column -> the vectors of its ids."""
 
 
+class LocalTables(Protocol):
+    """Looks up like an `EmbeddingCollection`.
+
+    Attributes:
+        columns: the columns that read the tables, in the order in which they are looked up fastest.
+    """
+
+    columns: list[str]
+
+    def __call__(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Returns column -> the vectors of its ids."""
+        ...
+
+    def rows(self, ids: KeyedJaggedTensor) -> Tensor:
+        """Returns the vectors of all columns, one after the other, [ids, width]."""
+        ...
+
+
 class EmbeddingGroup(nn.Module):
     """Holds and looks up the embedding tables of a pipeline.
 
@@ -61,6 +81,8 @@ class EmbeddingGroup(nn.Module):
             `dim_64`. Large tables, and tables whose placement is not `model.embedding.placement`, have
             collections of their own. After `move_outside`, `outside` stands in for the removed tables.
         join: makes one vector per row, event or candidate of the looked-up rows and the numbers.
+        local: by key of `tables`, what looks up in place of the collection. `training` sets it for
+            sharded tables of a single process.
     """
 
     def __init__(self, pipeline: pb.Pipeline):
@@ -93,18 +115,52 @@ class EmbeddingGroup(nn.Module):
                 for key, configs in groups.items()
             }
         )
+        self._widths = {
+            key: {name: config.embedding_dim for config in configs for name in config.feature_names}
+            for key, configs in groups.items()
+        }
         self.join = FeatureVectors(pipeline)
+        self.local: Mapping[str, LocalTables] = {}
         self._given: Mapping[str, Tensor] | None = None
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Returns column -> float32 [n, width]; n counts rows, events, candidates or shared items."""
         if self._given is not None:
             return self.join.joined(self._given, batch.value_counts, batch.numbers)
-        return self.join(self.look_up(batch), batch.value_counts, batch.numbers)
+        return self.join(self.look_up(batch.ids), batch.value_counts, batch.numbers)
 
-    def look_up(self, batch: Batch) -> LookedUp:
-        """Returns the rows of all tables that a batch names, for each collection of tables."""
-        return [tables(batch.ids) for tables in self.tables.values()]
+    def look_up(self, ids: KeyedJaggedTensor) -> LookedUp:
+        """Returns the rows of all tables that a batch's ids name, for each collection of tables."""
+        return [self.local.get(key, tables)(ids) for key, tables in self.tables.items()]
+
+    def groups(self) -> list[dict[str, int]]:
+        """Returns for each collection of tables column -> width, in the order of `rows`."""
+        columns = [
+            self.local[key].columns if key in self.local else list(self._widths[key]) for key in self.tables
+        ]
+        return [
+            {name: self._widths[key][name] for name in names}
+            for key, names in zip(self.tables, columns, strict=True)
+        ]
+
+    def rows(self, ids: KeyedJaggedTensor) -> list[Tensor]:
+        """Returns for each collection of tables the vectors of all columns, one after the other, as float32
+        [ids, width]."""
+        vectors = []
+        for (key, tables), columns in zip(self.tables.items(), self.groups(), strict=True):
+            if key in self.local:
+                vectors.append(widen(self.local[key].rows(ids)))
+            else:
+                looked_up = tables(ids)
+                vectors.append(torch.cat([widen(looked_up[name].values()) for name in columns]))
+        return vectors
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether looking up sends ids to other processes, or to this one in the same way."""
+        return any(
+            isinstance(tables, ShardedModule) and key not in self.local for key, tables in self.tables.items()
+        )
 
     @contextmanager
     def given(self, vectors: Mapping[str, Tensor]) -> Iterator[None]:

@@ -5,15 +5,28 @@ It leaves out additional work of kernels (padding, masked pairs, recomputation),
 norms and activations.
 """
 
+from weakref import WeakKeyDictionary
+
 from torch import nn
 
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.jagged.mask import count_pairs
 
+_LINEAR_WEIGHTS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Numbers of weights that have been counted before: every training step asks for them, and walking over a
+model takes longer than all its other counts."""
+
 
 def linear_flops(module: nn.Module, rows: int) -> int:
-    """Returns the FLOP of all linear layers in `module` on `rows` rows each: 2 x rows x weights."""
-    return 2 * rows * sum(layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))
+    """Returns the FLOP of all linear layers in `module` on `rows` rows each: 2 x rows x weights.
+
+    The layers of a module must not change after the first call.
+    """
+    weights = _LINEAR_WEIGHTS.get(module)
+    if weights is None:
+        layers = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
+        weights = _LINEAR_WEIGHTS[module] = sum(layer.weight.numel() for layer in layers)
+    return 2 * rows * weights
 
 
 def attention_flops(mask: AttentionMask, layout: SequenceLayout, width: int, tail: int | None = None) -> int:
@@ -23,4 +36,5 @@ def attention_flops(mask: AttentionMask, layout: SequenceLayout, width: int, tai
         width: heads x (width of a key + width of a value).
         tail: number of newest history tokens that attend; None for all.
     """
-    return 2 * count_pairs(mask, layout, tail) * width
+    pairs = layout.memo(("pairs", mask, tail), lambda: count_pairs(mask, layout, tail))
+    return 2 * pairs * width

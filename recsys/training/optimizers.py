@@ -69,6 +69,7 @@ class ScheduledOptimizer:
                 raise ValueError("tables are sharded, but train.sparse_optimizer is not set")
             self.peaks["sparse"] = chosen.lr
         self.scaler = scaler
+        self._parameters = list(self.dense.params.values())
         self._factor_of = curve(train.schedule, total_steps)
         self.accumulate_batches = train.accumulate_batches
         self.max_grad_norm = train.max_grad_norm if train.HasField("max_grad_norm") else None
@@ -94,12 +95,13 @@ class ScheduledOptimizer:
         now = self._factor_of(self.steps)
         return {name: peak * now for name, peak in self.peaks.items()}
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         """Prepares both optimizers for a batch. Call it before the batch's forward pass."""
         if self.accumulated:
             return
         rates = self.learning_rates()
-        self.dense.zero_grad(set_to_none)
+        for parameter in self._parameters:
+            parameter.grad = None
         _set_rate(self.dense, rates["dense"])
         if self.fused is not None:
             _set_rate(self.fused, rates["sparse"])

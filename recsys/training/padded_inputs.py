@@ -6,9 +6,11 @@ additional rows take up all events, candidates and ids that the buffers have bey
 weight is 0, and rows do not see each other, so they change no loss and no gradient.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
@@ -17,9 +19,17 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch, LayoutRule
 from recsys.ops import SequenceLayout, offsets_from_lengths
+from recsys.training.static_buffers import StaticBuffers
 
 ROWS, EVENTS, CANDIDATES = "rows", "events", "candidates"
 """Names of the counts that most tensors of a batch have as their length."""
+
+_LENGTHS = ("padded", "lengths")
+_VALUES, _VALUE_LENGTHS, _VALUE_OFFSETS = (("looked up", x) for x in ("values", "lengths", "offsets"))
+_SOURCES, _TARGETS = "sources", "targets"
+"""Names of buffers: lengths of all lists of ids, fillers included; the ids, without fillers, that are looked
+up outside of the graph; and for each collection of tables the row of each padded vector, and the padded place
+of each row."""
 
 _BY_ROW = ("request_time", "sample_weight", "group")
 _BY_EVENT = ("uih_timestamps", "uih_actions", "uih_watch_time")
@@ -92,54 +102,129 @@ class Columns:
 
 
 class PaddedInputs:
-    """Buffers for batches of the same rounded sizes, on the device of the first batch.
+    """Buffers on a device for batches of the same rounded sizes.
 
     Args:
         columns: of the config.
         sizes: those of `batch`.
-        batch: decides types and names.
-        vectors: the looked-up vectors of the batch by column, [n, width].
+        batch: on the host; decides types and names.
+        device: where the buffers are.
+        groups: for each collection of tables that is looked up outside of the graph, column -> width.
 
     Attributes:
-        vectors: by column, a buffer for its vectors; requires gradients.
+        rows: for each of these collections, a float32 buffer for the vectors of its columns without fillers,
+            one column after the other, [n, width]; requires gradients. The last row stays zero.
     """
 
-    def __init__(self, columns: Columns, sizes: Sizes, batch: Batch, vectors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        columns: Columns,
+        sizes: Sizes,
+        batch: Batch,
+        device: torch.device,
+        groups: Sequence[Mapping[str, int]] = (),
+    ) -> None:
         self._columns, self._sizes = columns, sizes
         self._counts = dict(sizes.counts)
-        self._inputs = {
-            name: tensor.new_zeros(self._counts[count], *tensor.shape[1:])
-            for name, (tensor, count) in self._tensors(batch).items()
-        }
-        self._lengths = batch.ids.lengths().new_zeros(len(batch.ids.keys()), self._counts[ROWS])
         self._keys = batch.ids.keys()
         self._num_ids = [self._counts[columns.ids[name]] for name in self._keys]
-        self._totals = torch.tensor(self._num_ids, device=self._lengths.device)
         self._num_contextual = batch.layout.num_contextual
-        self.vectors = {
-            name: tensor.new_zeros(self._counts[columns.ids[name]], tensor.shape[1]).requires_grad_()
-            for name, tensor in vectors.items()
+        self._groups = [{name: self._counts[columns.ids[name]] for name in group} for group in groups]
+        forms = {
+            name: ((self._counts[count], *tensor.shape[1:]), tensor.dtype)
+            for name, (tensor, count) in self._tensors(batch).items()
         }
+        self._buffers = StaticBuffers(forms | self._forms_of_ids(batch), device)
+        self._totals = torch.tensor(self._num_ids, device=device)
+        widths = [next(iter(group.values())) for group in groups]
+        self.rows = [
+            torch.zeros(sum(group.values()) + 1, width, device=device, requires_grad=True)
+            for group, width in zip(self._groups, widths, strict=True)
+        ]
 
-    def fill(self, batch: Batch, vectors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Copies a batch into the buffers.
+    def _forms_of_ids(self, batch: Batch) -> dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]:
+        forms = {_LENGTHS: ((len(self._keys), self._counts[ROWS]), batch.ids.lengths().dtype)}
+        if self._groups:
+            lists = sum(map(len, self._groups)) * self._sizes.num_rows
+            forms[_VALUES] = ((sum(sum(group.values()) for group in self._groups),), batch.ids.values().dtype)
+            forms[_VALUE_LENGTHS] = ((lists,), batch.ids.lengths().dtype)
+            forms[_VALUE_OFFSETS] = ((lists + 1,), torch.int64)
+        for number, group in enumerate(self._groups):
+            for name in (_SOURCES, _TARGETS):
+                forms[name, str(number)] = ((sum(group.values()),), torch.int64)
+        return forms
+
+    def fill(self, batch: Batch) -> None:
+        """Copies a batch on the host into the buffers, in one transfer."""
+        with self._buffers.filling() as arrays:
+            for name, (tensor, _) in self._tensors(batch).items():
+                arrays[name][: tensor.shape[0]] = tensor.numpy()
+            lengths = batch.ids.lengths().numpy().reshape(len(self._keys), -1)
+            arrays[_LENGTHS][:, : lengths.shape[1]] = lengths
+            if self._groups:
+                self._fill_ids(batch.ids, lengths, arrays)
+
+    def _fill_ids(self, ids: KeyedJaggedTensor, lengths: np.ndarray, arrays: dict[Any, np.ndarray]) -> None:
+        """Copies the ids that are looked up outside of the graph, and the places of their vectors in it."""
+        values, ends = ids.values().numpy(), ids.offset_per_key()
+        places = [self._keys.index(name) for group in self._groups for name in group]
+        pieces = [values[ends[place] : ends[place + 1]] for place in places]
+        np.concatenate(pieces, out=arrays[_VALUES][: sum(map(len, pieces))])
+        np.take(lengths, places, axis=0, out=arrays[_VALUE_LENGTHS].reshape(len(places), -1))
+        np.cumsum(arrays[_VALUE_LENGTHS], out=arrays[_VALUE_OFFSETS][1:])
+        remaining = iter(pieces)
+        for number, group in enumerate(self._groups):
+            counts = np.array([len(next(remaining)) for _ in group])
+            padded = np.array(list(group.values()))
+            shifts = np.cumsum(padded) - padded - (np.cumsum(counts) - counts)
+            rows = np.arange(counts.sum())
+            targets = rows + np.repeat(shifts, counts)
+            arrays[_TARGETS, str(number)][: len(rows)] = targets
+            sources = arrays[_SOURCES, str(number)]
+            sources.fill(padded.sum())
+            sources[targets] = rows
+
+    def unpadded_ids(self, batch: Batch) -> KeyedJaggedTensor:
+        """Returns the ids that `fill` copied, without fillers, for the lookup outside of the graph."""
+        counts = dict(zip(self._keys, batch.ids.length_per_key(), strict=True))
+        names = [name for group in self._groups for name in group]
+        per_key, tensors = [counts[name] for name in names], self._buffers.tensors
+        return KeyedJaggedTensor(
+            keys=names,
+            values=tensors[_VALUES][: sum(per_key)],
+            lengths=tensors[_VALUE_LENGTHS],
+            offsets=tensors[_VALUE_OFFSETS],
+            stride=self._sizes.num_rows,
+            length_per_key=per_key,
+        )
+
+    def place(self, looked_up: Sequence[Tensor]) -> list[Tensor]:
+        """Copies the vectors of each collection, in the order of `rows`, to the front of its buffer.
 
         Returns:
-            The vectors by column, padded with zeros, with gradients that reach those of `vectors`.
+            The buffers, whose gradients reach the given vectors.
         """
-        given = {name: tensor for name, (tensor, _) in self._tensors(batch).items()}
-        buffers = [self._inputs[name] for name in given]
-        _copy_to_front(buffers, list(given.values()))
-        lengths = batch.ids.lengths().view(len(self._keys), -1)
-        self._lengths[:, : lengths.shape[1]].copy_(lengths)
         # Detached, so that no gradient of this step is recorded for the buffers, which graphs differentiate.
-        padded = [self.vectors[name].detach() for name in vectors]
-        return list(_Fill.apply(padded, *vectors.values())) if padded else []
+        pairs = zip(self.rows, looked_up, strict=True)
+        return [_Place.apply(buffer.detach(), vectors) for buffer, vectors in pairs]
+
+    def vectors(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns column -> its vectors in the padded batch, [n, width]; those of fillers are zero.
+
+        Args:
+            rows: the buffers, as `rows` or `place` return them.
+        """
+        vectors, tensors = {}, self._buffers.tensors
+        for number, group in enumerate(self._groups):
+            sources, targets = tensors[_SOURCES, str(number)], tensors[_TARGETS, str(number)]
+            spread = _Spread.apply(rows[number], sources, targets)
+            vectors |= dict(zip(group, spread.split(list(group.values())), strict=True))
+        return vectors
 
     def batch(self) -> Batch:
         """Returns the buffers as a batch, fillers included. Nothing waits for the device."""
         of_group: dict[str, dict[str, Tensor]] = {}
-        for (group, name), tensor in self._inputs.items():
+        for (group, name), tensor in self._buffers.tensors.items():
             of_group.setdefault(group, {})[name] = tensor
         events = self._padded(of_group["lengths"]["uih_lengths"], EVENTS)
         candidates = self._padded(of_group["lengths"]["num_candidates"], CANDIDATES)
@@ -190,11 +275,12 @@ class PaddedInputs:
         return torch.cat([lengths[:-1], rest[None]])
 
     def _ids(self, values: dict[str, Tensor]) -> KeyedJaggedTensor:
-        rest = self._totals - self._lengths.sum(1)
+        padded = self._buffers.tensors[_LENGTHS]
+        rest = self._totals - padded.sum(1)
         return KeyedJaggedTensor(
             keys=self._keys,
             values=torch.cat([values[name] for name in self._keys]),
-            lengths=torch.cat([self._lengths[:, :-1], rest[:, None]], dim=1).flatten(),
+            lengths=torch.cat([padded[:, :-1], rest[:, None]], dim=1).flatten(),
             stride=self._counts[ROWS],
             length_per_key=self._num_ids,
         )
@@ -216,32 +302,34 @@ class PaddedInputs:
         )
 
 
-class _Fill(torch.autograd.Function):
-    """Copies vectors [n, width] to the front of buffers [m, width]; a gradient is that of the front."""
+class _Place(torch.autograd.Function):
+    """Copies vectors [n, width] to the front of a buffer [m, width]; a gradient is that of the front."""
 
     @staticmethod
-    def forward(ctx, buffers: list[Tensor], *vectors: Tensor) -> tuple[Tensor, ...]:
-        ctx.counts = [len(tensor) for tensor in vectors]
-        _copy_to_front(buffers, list(vectors))
-        return tuple(buffers)
+    def forward(ctx, buffer: Tensor, vectors: Tensor) -> Tensor:
+        ctx.count = len(vectors)
+        buffer[: len(vectors)].copy_(vectors)
+        return buffer
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(grad[:count] for grad, count in zip(grads, ctx.counts, strict=True))
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad[: ctx.count]
 
 
-def _copy_to_front(buffers: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copies each tensor to the front of its buffer and fills the rest with zeros, all in a few launches."""
-    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for buffer, tensor in zip(buffers, tensors, strict=True):
-        targets, sources = by_type.setdefault(tensor.dtype, ([], []))
-        targets.append(buffer)
-        sources.append(tensor)
-    with torch.no_grad():
-        for targets, sources in by_type.values():
-            # Zeros everywhere cost the device little, and views of every rest would cost the host much.
-            torch._foreach_zero_(targets)
-            torch._foreach_copy_([t[: len(s)] for t, s in zip(targets, sources, strict=True)], sources)
+class _Spread(torch.autograd.Function):
+    """Returns rows[sources], given the place of each row in the result; unlike the general case, its backward
+    pass adds nothing up. Rows without a place get any gradient."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(targets)
+        return rows.index_select(0, sources)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (targets,) = ctx.saved_tensors
+        # The last row of the buffer is the vector of fillers.
+        return torch.cat([grad.index_select(0, targets), torch.zeros_like(grad[:1])]), None, None
 
 
 def _step(count: int) -> int:

@@ -12,8 +12,9 @@ run computes what the run without a break computes.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch, LayoutRule
-from recsys.models.base import Losses, Model, layout_rule
+from recsys.models.base import Model, layout_rule
 from recsys.modules.embedding import LookedUp, vectors_of
 from recsys.training.cuda_graphs import StepGraph
 from recsys.training.padded_inputs import Columns, PaddedInputs, Sizes
+from recsys.training.totals import Totals, WeightedLoss, add_up
 
 MOST_ENTRIES = 2**24
 """Steps are recorded up to this many entries of a full batch: tokens x width, and vectors of the catalogue.
@@ -37,44 +39,53 @@ MOST_GRAPHS = 64
 log = logging.getLogger(__name__)
 
 
-class LossOfVectors(nn.Module):
+class TotalsOfVectors(nn.Module):
     """The part of a training step behind the lookup of embeddings: a model and its objective.
 
     The model is not a submodule: TorchRec's pipeline calls a module without sharded tables as it is, and does
     not trace the code in it.
 
     Attributes:
-        recorder: replays graphs in training; None computes every batch as it is.
         transform: is applied to the looked-up vectors, column -> [ids, width]; None leaves them as they are.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self._compute = _losses_of(model)
-        self.recorder: Recorder | None = None
+        self.compute = _computing(model)
         self.transform: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
-    @property
-    def looks_up(self) -> bool:
-        """True if the lookup of embeddings is part of this step: `forward` takes nothing looked up."""
-        return self.training and self.recorder is not None and self.recorder.looks_up
+    def forward(self, looked_up: LookedUp, batch: Batch) -> Totals:
+        """Returns the totals of a batch, given its result of `EmbeddingGroup.look_up`."""
+        return self.compute(self.transformed(vectors_of(looked_up)), batch)
 
-    def forward(self, looked_up: LookedUp, batch: Batch) -> Losses:
-        """Returns the losses of a batch, given its result of `EmbeddingGroup.look_up`; [] if `looks_up`."""
-        vectors = vectors_of(looked_up)
-        if self.transform is not None:
-            vectors = self.transform(vectors)
-        if self.recorder is None or not self.training:
-            return self._compute(vectors, batch)
-        return self.recorder.losses(vectors, batch)
+    def transformed(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the looked-up vectors as the model gets them."""
+        return vectors if self.transform is None else self.transform(vectors)
 
 
-def _losses_of(model: Model) -> Callable[[dict[str, Tensor], Batch], Losses]:
-    def compute(vectors: dict[str, Tensor], batch: Batch) -> Losses:
+def _computing(model: Model) -> Callable[[dict[str, Tensor], Batch], Totals]:
+    def compute(vectors: dict[str, Tensor], batch: Batch) -> Totals:
         with model.embed.given(vectors) if vectors else nullcontext():
-            return model.objective(model(batch), batch)
+            return add_up(model.objective(model(batch), batch), batch.sample_weight)
 
     return compute
+
+
+@dataclass
+class HostBatch(Batch):
+    """A batch that stays on the host: `Recorder` moves it to the device, into the memory that graphs read."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> "HostBatch":
+        """Makes one of another batch with the same tensors."""
+        return cls(**vars(batch))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "HostBatch":
+        """Returns itself, so that TorchRec's pipeline leaves it where it is."""
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Does nothing: no stream uses host memory."""
 
 
 class Recorder:
@@ -85,6 +96,7 @@ class Recorder:
 
     Args:
         model: the model, on its device.
+        behind: the part of the step behind the lookup of embeddings.
         pipeline: the resolved config.
         record: False computes with padded inputs and records nothing, as a CPU must.
 
@@ -93,8 +105,11 @@ class Recorder:
         looks_up: whether the lookup of embeddings is recorded, too: no table is sharded.
     """
 
-    def __init__(self, model: Model, pipeline: pb.Pipeline, *, record: bool = True) -> None:
-        self._model, self._compute = model, _losses_of(model)
+    def __init__(
+        self, model: Model, behind: TotalsOfVectors, pipeline: pb.Pipeline, *, record: bool = True
+    ) -> None:
+        self._model, self._behind, self._weigh = model, behind, WeightedLoss()
+        self._device = next(model.parameters()).device
         self._columns = Columns(pipeline, layout_rule(pipeline))
         self._width = pipeline.model.embedding_dim
         self._inputs: dict[Sizes, PaddedInputs] = {}
@@ -103,36 +118,49 @@ class Recorder:
         self._records_updates = True
         self.record = record
         self.looks_up = not any(table.sharded for table in features.tables(pipeline))
+        self._groups = [] if self.looks_up else model.embed.groups()
         self._pool: tuple[int, int] | None = None
-        self._names: tuple[str, ...] = ()
-        self._weights: tuple[float, ...] = ()
 
     @property
     def num_graphs(self) -> int:
         """The number of sizes that have been recorded."""
         return len(self._graphs)
 
-    def losses(self, vectors: dict[str, Tensor], batch: Batch) -> Losses:
-        """Returns the losses of a batch, whose gradients reach `vectors` and the model's parameters."""
+    def totals(self, batch: Batch) -> Totals:
+        """Returns the totals of a batch on the host, with a loss whose gradients reach all weights."""
         self._replayed = None
         if batch.sequences.total_len * self._width > MOST_ENTRIES:
-            return self._compute(vectors, batch)
+            return self._unpadded(Batch.to(batch, self._device, non_blocking=True))
         sizes = self._columns.sizes(batch)
-        inputs = self._inputs.get(sizes)
-        is_new = inputs is None
+        inputs, is_new = self._inputs.get(sizes), sizes not in self._inputs
         if inputs is None:
-            inputs = PaddedInputs(self._columns, sizes, batch, vectors)
+            inputs = PaddedInputs(self._columns, sizes, batch, self._device, self._groups)
             if len(self._inputs) < MOST_GRAPHS:
                 self._inputs[sizes] = inputs
-        padded = inputs.fill(batch, vectors)
+        inputs.fill(batch)
+        padded: list[Tensor] = []
+        if not self.looks_up:
+            rows = self._model.embed.rows(inputs.unpadded_ids(batch))
+            padded = inputs.place(self._transformed(rows))
         if self.record and not is_new and sizes not in self._graphs:
             self._add_graph(sizes, inputs)
         self._replayed = self._graphs.get(sizes)
         if self._replayed is not None:
-            return Losses(self._names, *self._replayed(*padded), self._weights)
-        losses = self._compute(dict(zip(inputs.vectors, padded, strict=True)), inputs.batch())
-        self._names, self._weights = losses.names, losses.weights
-        return losses
+            return self._replayed(*padded)
+        return self._computed(padded, inputs)
+
+    def _unpadded(self, batch: Batch) -> Totals:
+        looked_up = [] if self.looks_up else self._model.embed.look_up(batch.ids)
+        return self._weigh(self._behind(looked_up, batch))
+
+    def _transformed(self, rows: list[Tensor]) -> list[Tensor]:
+        """Returns the looked-up vectors of each collection as the model gets them."""
+        # All tables of a collection are sharded, or none is, so that each stands for its other columns.
+        names = [next(iter(group)) for group in self._groups]
+        return list(self._behind.transformed(dict(zip(names, rows, strict=True))).values())
+
+    def _computed(self, rows: Sequence[Tensor], inputs: PaddedInputs) -> Totals:
+        return self._weigh(self._behind.compute(inputs.vectors(rows), inputs.batch()))
 
     def update(self, function: Callable[[], Tensor]) -> Tensor:
         """Calls a function that updates the weights, or replays it if the step's losses were a replay.
@@ -152,15 +180,15 @@ class Recorder:
     def _add_graph(self, sizes: Sizes, inputs: PaddedInputs) -> None:
         """Records forward and backward pass for inputs of these sizes."""
 
-        def compute() -> Losses:
-            return self._compute(inputs.vectors, inputs.batch())
+        def compute() -> Totals:
+            return self._computed(inputs.rows, inputs)
 
-        vectors, parameters = list(inputs.vectors.values()), self._parameters()
+        rows, parameters = inputs.rows, self._parameters()
         before = torch.cuda.get_rng_state()
         try:
-            self._require_no_waiting(compute, [*vectors, *parameters])
+            self._require_no_waiting(compute, [*rows, *parameters])
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._graphs[sizes] = StepGraph(compute, vectors, parameters, self._pool)
+            self._graphs[sizes] = StepGraph(compute, rows, parameters, self._pool)
         except RuntimeError as error:
             self._give_up(error)
         finally:
@@ -178,12 +206,12 @@ class Recorder:
         _leave_capture()
 
     @staticmethod
-    def _require_no_waiting(compute: Callable[[], Losses], inputs: list[Tensor]) -> None:
+    def _require_no_waiting(compute: Callable[[], Totals], inputs: list[Tensor]) -> None:
         """Runs the step once; raises RuntimeError where it waits for the device, which no graph can."""
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            torch.autograd.grad(compute().sums.sum(), inputs, allow_unused=True)
+            torch.autograd.grad(compute().loss, inputs, allow_unused=True)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
@@ -198,7 +226,7 @@ def _leave_capture() -> None:
 
 
 def recorder_for(
-    model: Model, pipeline: pb.Pipeline, device: torch.device, world_size: int
+    model: Model, behind: TotalsOfVectors, pipeline: pb.Pipeline, device: torch.device, world_size: int
 ) -> Recorder | None:
     """Returns the recorder of a run; None if its steps are not recorded. Logs why, if users may wonder."""
     if device.type != "cuda" or not pipeline.train.cuda_graphs:
@@ -209,7 +237,7 @@ def recorder_for(
     if reason := _obstacle(model, pipeline, rule, world_size):
         log.info("steps are not recorded as CUDA graphs: %s", reason)
         return None
-    return Recorder(model, pipeline)
+    return Recorder(model, behind, pipeline)
 
 
 def _obstacle(model: Model, pipeline: pb.Pipeline, rule: LayoutRule, world_size: int) -> str:
@@ -224,6 +252,8 @@ def _obstacle(model: Model, pipeline: pb.Pipeline, rule: LayoutRule, world_size:
         return "negatives are sampled, so their number differs from batch to batch"
     if not any(True for _ in model.embed.tables.parameters()):
         return "the model has no embedding tables"
+    if model.embed.exchanges:
+        return "a table is divided by columns within the process"
     return ""
 
 

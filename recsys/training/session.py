@@ -36,7 +36,7 @@ from recsys.training.checkpoint import CHECKPOINTS, Checkpoints
 from recsys.training.distributed import Processes, collective_timeout, gather, on_main
 from recsys.training.loss_scaling import LossScaler
 from recsys.training.optimizers import ScheduledOptimizer
-from recsys.training.recorded_step import recorder_for
+from recsys.training.recorded_step import HostBatch, recorder_for
 from recsys.training.resume import (
     changed_schedule,
     differences,
@@ -105,7 +105,7 @@ class Session:
     def batches(self) -> Iterator[Batch]:
         """Yields this rank's batches from the current position on, epoch after epoch without end."""
         with closing(self.train.epochs(self.progress.epoch, self.progress.next_batch)) as batches:
-            yield from batches
+            yield from batches if self.step.recorder is None else map(HostBatch.of, batches)
 
     def advance(self, position: Position) -> None:
         """Moves the position in the data past a batch that was trained on."""
@@ -313,8 +313,8 @@ def _build(
     step = TrainStep(model)
     plan = plan_tables(step, pipeline, processes, folder)
     wrapped = shard(step, pipeline, processes, plan, draw=not resumes)
-    recorder = recorder_for(model, pipeline, processes.device, processes.world_size)
-    step.loss_of_vectors.recorder = recorder
+    recorder = recorder_for(model, step.totals_of_vectors, pipeline, processes.device, processes.world_size)
+    step.recorder = recorder
     optimizer = ScheduledOptimizer(wrapped, train, total_steps, _scaler(step, pipeline, processes))
     if recorder is not None:
         optimizer.record(recorder.update)
@@ -361,7 +361,7 @@ def _scaler(step: TrainStep, pipeline: pb.Pipeline, processes: Processes) -> Los
     sharded = [name for table in features.tables(pipeline) if table.sharded for name in table.columns]
     scaler = LossScaler(processes.device)
     scaler.watch(step.sum_over_ranks)
-    step.loss_of_vectors.transform = scaler.dividing(sharded)
+    step.totals_of_vectors.transform = scaler.dividing(sharded)
     return scaler
 
 

@@ -20,6 +20,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv,
 from recsys import protos as pb
 from recsys.modules.table_values import BlockNormal
 from recsys.training.distributed import Processes, on_main
+from recsys.training.local_lookup import look_up_locally
 from recsys.training.memory import dense_memory, describe, free_memory, require_room
 from recsys.training.optimizers import fused_params
 from recsys.training.sharding_plan import Plan, make_plan, read_plan, sharded_collections
@@ -64,8 +65,8 @@ def shard(
     """Wraps a model for the processes of the run; its weights keep their values. Collective.
 
     With pb.Embedding.SHARDED, tables are split over the ranks and trained inside the backward pass, even in a
-    run of one process. With pb.Embedding.REPLICATED they stay plain parameters, whose gradients are averaged
-    like all others.
+    run of one process, which looks them up without exchange. With pb.Embedding.REPLICATED they stay plain
+    parameters, whose gradients are averaged like all others.
 
     Args:
         module: a model with tables in `EmbeddingCollection`s, on the CPU, the same on every rank. Tables on
@@ -106,6 +107,10 @@ def shard(
     built_on_meta = {n: tables for n, tables in collections.items() if tables.device == torch.device("meta")}
     if built_on_meta and draw:
         _fill(wrapped, built_on_meta)
+    if processes.world_size == 1 and planned:
+        look_up_locally(module)
+        if pipeline.train.unique_ids:
+            log.warning("train.unique_ids has no effect in a run of one process, which sends ids to nobody")
     return wrapped
 
 

@@ -8,7 +8,7 @@ the losses are finite.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from recsys.data.batch import Batch
 from recsys.data.counts import Counts
 from recsys.errors import NonFiniteLossError
-from recsys.models.base import Losses, Model
-from recsys.training.recorded_step import LossOfVectors
+from recsys.models.base import Model
+from recsys.training.recorded_step import Recorder, TotalsOfVectors
 from recsys.training.signals import HANDLED, WRITE_FAILED
+from recsys.training.totals import Totals, WeightedLoss, on_device
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class PendingResult:
     """The result of a step that the device may still be computing.
 
     Args:
-        losses: the tasks' names and weights.
+        totals: the tasks' names and weights.
         sums: float64 on the device: sums and counts of all tasks, the number of rows, and `numbers` if they
             had to be summed over ranks.
         numbers: the numbers that follow `sums`; empty if `sums` contains them.
@@ -61,9 +62,9 @@ class PendingResult:
     """
 
     def __init__(
-        self, losses: Losses, sums: Tensor, numbers: list[float], signals: list[int], batch: Batch
+        self, totals: Totals, sums: Tensor, numbers: list[float], signals: list[int], batch: Batch
     ) -> None:
-        self._names, self._weights = losses.names, losses.weights
+        self._names, self._weights = totals.names, totals.weights
         self._numbers, self._signals = numbers, signals
         self._sums = sums.to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
@@ -104,19 +105,25 @@ class TrainStep(nn.Module):
 
     TorchRec's pipeline traces this forward pass. Only the lookup of embeddings has modules that it looks
     into; a model may compute whatever it likes with the vectors.
+
+    Attributes:
+        totals_of_vectors: computes the losses of looked-up vectors.
+        recorder: replays graphs in training instead; None computes every batch as it is.
     """
 
     def __init__(self, model: Model):
         super().__init__()
         self.model = model
-        self.loss_of_vectors = LossOfVectors(model)
+        self.totals_of_vectors = TotalsOfVectors(model)
+        self.recorder: Recorder | None = None
         self.sum_over_ranks = SumOverRanks(model.flops)
 
     def forward(self, batch: Batch) -> tuple[Tensor, PendingResult]:
         """Runs the model on a batch of any size."""
-        looked_up = [] if self.loss_of_vectors.looks_up else self.model.embed.look_up(batch)
-        losses = self.loss_of_vectors(looked_up, batch)
-        return self.sum_over_ranks(losses, batch)
+        if self.training and self.recorder is not None:
+            return self.sum_over_ranks(self.recorder.totals(batch), batch)
+        looked_up = self.model.embed.look_up(batch.ids)
+        return self.sum_over_ranks(self.totals_of_vectors(looked_up, batch), batch)
 
 
 class SumOverRanks(nn.Module):
@@ -134,46 +141,23 @@ class SumOverRanks(nn.Module):
         super().__init__()
         self.count_flops = count_flops
         self.received = dict.fromkeys((*(int(number) for number in HANDLED), WRITE_FAILED), 0)
-        self._weights = torch.empty(0)
+        self._weigh = WeightedLoss()
 
-    def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, PendingResult]:
-        """Returns this rank's loss and the pending result of the step.
-
-        The loss is scaled so that the mean of its gradients over ranks is the gradient of the total loss.
-        """
+    def forward(self, totals: Totals, batch: Batch) -> tuple[Tensor, PendingResult]:
+        """Returns the loss of this rank, as `WeightedLoss` scales it, and the pending result of the step."""
         # For each product, the backward pass computes two: the gradient of either factor.
         flop = 3 * self.count_flops(batch)
         counts = batch.rows.counts if batch.rows else Counts()
         numbers = [float(n) for n in (batch.sequences.total_len, flop, *counts, *self.received.values())]
-        sums = torch.cat(
-            [
-                losses.sums.detach().double(),
-                losses.counts.detach().double(),
-                (batch.sample_weight > 0).sum().double()[None],
-            ]
-        )
-        world_size, tasks = dist.get_world_size(), len(losses.names)
+        sums, world_size = totals.sums, dist.get_world_size()
         if world_size > 1:
-            sums = torch.cat([sums, _on_device(numbers, sums.device)])
+            count = len(sums)
+            sums = torch.cat([sums, on_device(numbers, sums.device)])
             dist.all_reduce(sums)
-            numbers = []
-        targets = sums[tasks : 2 * tasks]
-        weights = self._weights_on(sums.device, losses.weights)
-        scale = weights * world_size / torch.where(targets == 0, 1.0, targets)
-        result = PendingResult(losses, sums, numbers, list(self.received), batch)
-        return (losses.sums * scale.to(losses.sums.dtype)).sum(), result
-
-    def _weights_on(self, device: torch.device, weights: tuple[float, ...]) -> Tensor:
-        """Returns the weights as float64 [tasks] on the device, where they are kept for the next step."""
-        if self._weights.device != device or len(self._weights) != len(weights):
-            self._weights = _on_device(list(weights), device)
-        return self._weights
-
-
-def _on_device(numbers: list[float], device: torch.device) -> Tensor:
-    """Returns the numbers as float64 on a device. A copy to a GPU does not wait."""
-    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+            totals, numbers = replace(totals, sums=sums[:count]), []
+        if totals.loss is None:
+            totals = self._weigh(totals, world_size)
+        return totals.loss, PendingResult(totals, sums, numbers, list(self.received), batch)
 
 
 def _history_lengths(batch: Batch) -> Tensor:

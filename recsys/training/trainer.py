@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from recsys.data.batch import Batch, Position
 from recsys.data.loader import Loader
@@ -32,6 +31,7 @@ from recsys.training.hooks import Diagnosed, Evaluated, Hook, Outcome, Trained
 from recsys.training.session import Session
 from recsys.training.signals import WRITE_FAILED, catching_signals
 from recsys.training.state import Best, Window
+from recsys.training.step_pipeline import StepPipeline
 from recsys.training.throughput import Meter, peak_flop_per_s, peak_memory
 from recsys.training.train_step import PendingResult
 
@@ -334,11 +334,10 @@ class Trainer:
         return outcome
 
 
-def step_pipeline(session: Session) -> TrainPipelineBase | TrainPipelineSparseDist:
+def step_pipeline(session: Session) -> StepPipeline | TrainPipelineSparseDist:
     """Returns a pipeline that prepares the next batch during a step.
 
-    It copies the batch to the device, and sends its ids to the ranks that hold the rows of sharded tables.
+    TorchRec's also sends the ids of that batch to the ranks that hold the rows of sharded tables.
     """
-    sharded = any(isinstance(module, ShardedModule) for module in session.wrapped.modules())
-    kind = TrainPipelineSparseDist if sharded else TrainPipelineBase
+    kind = TrainPipelineSparseDist if session.model.embed.exchanges else StepPipeline
     return kind(session.wrapped, session.optimizer, session.processes.device)

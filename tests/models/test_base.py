@@ -14,7 +14,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from recsys import protos as pb
 from recsys.config import registry
 from recsys.models import build_model, layout_rule
-from recsys.training.recorded_step import LossOfVectors
+from recsys.training.recorded_step import TotalsOfVectors
 from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, generator_pipeline, pipeline_of, random_rows
 
 PIPELINES = {"ranker": RANKER, "retriever": RETRIEVER}
@@ -43,16 +43,17 @@ class LossOfBatch(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self.loss_of_vectors = LossOfVectors(model)
+        self.totals_of_vectors = TotalsOfVectors(model)
         self.total = Total()
 
     def forward(self, batch):
-        return self.total(self.loss_of_vectors(self.model.embed.look_up(batch), batch))
+        return self.total(self.totals_of_vectors(self.model.embed.look_up(batch.ids), batch))
 
 
 class Total(nn.Module):
-    def forward(self, losses):
-        total = (losses.sums / losses.counts).sum()
+    def forward(self, totals):
+        tasks = len(totals.names)
+        total = (totals.losses / totals.sums[tasks : 2 * tasks]).sum()
         return total, total.detach()
 
 

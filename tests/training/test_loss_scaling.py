@@ -56,7 +56,7 @@ def test_a_scale_changes_no_bit_of_a_float32_run(tmp_path, processes):
     step, scaler = scaled.session.step, LossScaler(processes.device)
     tables = features.tables(scaled.session.pipeline)
     scaler.watch(step.sum_over_ranks)
-    step.loss_of_vectors.transform = scaler.dividing(name for table in tables for name in table.columns)
+    step.totals_of_vectors.transform = scaler.dividing(name for table in tables for name in table.columns)
     scaled.session.optimizer.scaler = scaler
     before = plain.weights()
     for number in range(3):

@@ -4,22 +4,24 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
 from recsys import config
 from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
 from recsys.training import recorded_step, trainer
 from recsys.training.distributed import process_group
-from recsys.training.recorded_step import LossOfVectors, Recorder, recorder_for
+from recsys.training.recorded_step import HostBatch, Recorder, TotalsOfVectors, recorder_for
 from recsys.training.session import open_session
+from recsys.training.totals import WeightedLoss
 
-QUICKSTART = "configs/quickstart.config"
+QUICKSTART, RETRIEVAL = "configs/quickstart.config", "configs/movielens_small_retrieval.config"
 NO_DROPOUT = {
     QUICKSTART: (
         "model.ranker.preprocessor.contextual.dropout=0",
         "model.ranker.mixer.hstu.dropout=0",
     ),
-    "configs/movielens_small_retrieval.config": (
+    RETRIEVAL: (
         "model.retriever.preprocessor.uih.dropout=0",
         "model.retriever.mixer.hstu.dropout=0",
     ),
@@ -32,26 +34,41 @@ def first_batches(pipeline, count):
     return [next(batches) for _ in range(count)]
 
 
-@pytest.mark.parametrize("path", NO_DROPOUT)
-def test_fillers_change_neither_losses_nor_gradients(path):
+class Plain(nn.Module):
+    """A model's loss of each batch as it is, and in padded inputs."""
+
+    def __init__(self, model, pipeline):
+        super().__init__()
+        self.model, self.behind, self.weigh = model, TotalsOfVectors(model), WeightedLoss()
+        self.padded = Recorder(model, self.behind, pipeline, record=False)
+
+    def forward(self, batch):
+        return self.weigh(self.behind(self.model.embed.look_up(batch.ids), batch))
+
+
+@pytest.mark.parametrize(("path", "looks_up"), [(QUICKSTART, True), (QUICKSTART, False), (RETRIEVAL, True)])
+def test_fillers_change_neither_losses_nor_gradients(path, looks_up):
     """Batches of different sizes in the same buffers, the largest one first, so that its rest must go."""
-    pipeline = config.prepare(path, [*NO_DROPOUT[path], "data.num_workers=0"]).pipeline
+    placement = f"model.embedding.placement={'REPLICATED' if looks_up else 'SHARDED'}"
+    pipeline = config.prepare(path, [*NO_DROPOUT[path], placement, "data.num_workers=0"]).pipeline
     torch.manual_seed(3)
     model = build_model(pipeline)
-    plain, padded = LossOfVectors(model), LossOfVectors(model)
-    padded.recorder = Recorder(model, pipeline, record=False)
+    plain = Plain(model, pipeline)
+    assert plain.padded.looks_up == looks_up
     batches = sorted(first_batches(pipeline, 3), key=lambda batch: -batch.layout.total_len)
     for batch in batches:
         results = []
-        for step in (plain, padded):
+        for totals_of in (plain, plain.padded.totals):
             model.zero_grad()
-            losses = step([] if step.looks_up else model.embed.look_up(batch), batch)
-            (losses.sums / losses.counts).sum().backward()
+            totals = totals_of(batch)
+            totals.loss.backward()
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            results.append((losses, gradients))
-        (wanted, exact), (losses, gradients) = results
-        torch.testing.assert_close(losses.sums, wanted.sums, rtol=1e-6, atol=0)
-        assert torch.equal(losses.counts, wanted.counts)
+            results.append((totals, gradients))
+        (wanted, exact), (totals, gradients) = results
+        torch.testing.assert_close(totals.losses, wanted.losses, rtol=1e-6, atol=0)
+        torch.testing.assert_close(totals.loss, wanted.loss, rtol=1e-6, atol=0)
+        tasks = len(totals.names)
+        assert torch.equal(totals.sums[tasks:], wanted.sums[tasks:])
         assert gradients.keys() == exact.keys()
         for name, gradient in gradients.items():
             assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm()
@@ -60,14 +77,11 @@ def test_fillers_change_neither_losses_nor_gradients(path):
 def test_a_batch_above_the_limit_is_computed_as_it_is(monkeypatch):
     """Bit by bit, because it is not padded."""
     pipeline = config.prepare(QUICKSTART, [*NO_DROPOUT[QUICKSTART], "data.num_workers=0"]).pipeline
-    model = build_model(pipeline)
-    plain, limited = LossOfVectors(model), LossOfVectors(model)
-    limited.recorder = Recorder(model, pipeline, record=False)
+    plain = Plain(build_model(pipeline), pipeline)
     (batch,) = first_batches(pipeline, 1)
     monkeypatch.setattr(recorded_step, "MOST_ENTRIES", batch.layout.total_len * 32 - 1)
     monkeypatch.setattr(recorded_step.PaddedInputs, "fill", None)
-    wanted, losses = (step(model.embed.look_up(batch), batch).sums for step in (plain, limited))
-    assert torch.equal(wanted, losses)
+    assert torch.equal(plain(batch).losses, plain.padded.totals(HostBatch.of(batch)).losses)
 
 
 def test_batches_of_an_epoch_have_few_sizes():
@@ -99,11 +113,11 @@ def test_what_is_not_recorded_says_why(changes, world_size, reason, caplog):
     pipeline = config.prepare(QUICKSTART, list(changes)).pipeline
     model = build_model(pipeline)
     with caplog.at_level(logging.INFO, logger=recorded_step.__name__):
-        recorder = recorder_for(model, pipeline, torch.device("cuda"), world_size)
+        recorder = recorder_for(model, TotalsOfVectors(model), pipeline, torch.device("cuda"), world_size)
     assert (recorder is None) == (reason is not None)
     said = [f"steps are not recorded as CUDA graphs: {reason}"] if reason else []
     assert [record.getMessage() for record in caplog.records] == said
-    assert recorder_for(model, pipeline, torch.device("cpu"), 1) is None
+    assert recorder_for(model, TotalsOfVectors(model), pipeline, torch.device("cpu"), 1) is None
 
 
 def trained(folder, steps, change, **overrides):
@@ -115,7 +129,7 @@ def trained(folder, steps, change, **overrides):
     with process_group() as processes:
         session = open_session(pipeline, folder, processes)
         session.validation = None
-        recorder = session.step.loss_of_vectors.recorder
+        recorder = session.step.recorder
         change(session, recorder)
         trainer.Trainer(session, []).run()
         weights = {name: tensor.clone() for name, tensor in session.model.named_parameters()}

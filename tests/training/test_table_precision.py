@@ -30,7 +30,7 @@ def test_rows_are_updated_in_float32_and_rounded_to_the_nearest_float16(tmp_path
             vectors["hour"].register_hook(gradients.append)
             return vectors
 
-        session.step.loss_of_vectors.transform = keep
+        session.step.totals_of_vectors.transform = keep
         stream = session.batches()
         batch = next(stream)
         stream.close()

@@ -12,6 +12,7 @@ from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses
 from recsys.ops import SequenceLayout
 from recsys.training import train_step
+from recsys.training.totals import Totals, add_up
 from recsys.training.train_step import SumOverRanks
 
 
@@ -37,13 +38,14 @@ def count_flops(batch: object) -> int:
     return 1000
 
 
-def losses(sums: torch.Tensor, counts: list[float]) -> Losses:
-    return Losses(("click", "time"), sums, torch.tensor(counts), (1.0, 0.25))
+def totals(sums: torch.Tensor, counts: list[float]) -> Totals:
+    losses = Losses(("click", "time"), sums, torch.tensor(counts), (1.0, 0.25))
+    return add_up(losses, BATCH.sample_weight)
 
 
 def test_the_loss_is_the_weighted_sum_of_the_means():
     sums = torch.tensor([6.0, 20.0], requires_grad=True)
-    loss, pending = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(totals(sums, [4.0, 5.0]), BATCH)
     result = pending.wait()
     assert loss.item() == result.loss == 6 / 4 + 0.25 * 20 / 5
     assert result.losses == {"click": 1.5, "time": 4.0}
@@ -61,7 +63,7 @@ def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(later))
     sums = torch.tensor([6.0, 20.0], requires_grad=True)
-    loss, pending = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(totals(sums, [4.0, 5.0]), BATCH)
     result = pending.wait()
     assert result.losses == {"click": (6 + 2) / (4 + 4), "time": (20 + 4) / (5 + 15)}
     assert (result.samples, result.tokens, result.flop) == (3, 30, 3500)
@@ -76,7 +78,7 @@ def test_one_collective_carries_all_tasks_and_counts(monkeypatch):
     reduced = []
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: reduced.append(packed.tolist()))
-    SumOverRanks(count_flops)(losses(torch.tensor([6.0, 20.0]), [4.0, 5.0]), BATCH)
+    SumOverRanks(count_flops)(totals(torch.tensor([6.0, 20.0]), [4.0, 5.0]), BATCH)
     (packed,) = reduced
     assert packed[:4] == [6.0, 20.0, 4.0, 5.0]
 
@@ -88,7 +90,7 @@ def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(later))
     sums = torch.zeros(2, requires_grad=True)
-    loss, pending = SumOverRanks(count_flops)(losses(sums, [0.0, 0.0]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(totals(sums, [0.0, 0.0]), BATCH)
     result = pending.wait()
     assert result.losses == {"click": 2 / 4, "time": 4 / 16}
     assert loss.item() == 0
@@ -98,7 +100,7 @@ def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
 
 def test_weights_may_add_up_to_less_than_one():
     sums = torch.tensor([0.1, 0.3], requires_grad=True)
-    loss, pending = SumOverRanks(count_flops)(losses(sums, [0.25, 0.5]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(totals(sums, [0.25, 0.5]), BATCH)
     result = pending.wait()
     assert result.losses == pytest.approx({"click": 0.4, "time": 0.6})
     assert loss.item() == pytest.approx(0.4 + 0.25 * 0.6)
@@ -106,7 +108,7 @@ def test_weights_may_add_up_to_less_than_one():
 
 def test_a_task_without_targets_is_zero_and_gives_no_gradient():
     sums = torch.tensor([6.0, 0.0], requires_grad=True)
-    loss, pending = SumOverRanks(count_flops)(losses(sums, [4.0, 0.0]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(totals(sums, [4.0, 0.0]), BATCH)
     result = pending.wait()
     assert result.losses == {"click": 1.5, "time": 0.0}
     assert loss.item() == 1.5
@@ -115,10 +117,10 @@ def test_a_task_without_targets_is_zero_and_gives_no_gradient():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_named(value):
     with pytest.raises(NonFiniteLossError, match=f"^the loss of task time is {value}$"):
-        SumOverRanks(count_flops)(losses(torch.tensor([6.0, value]), [4.0, 5.0]), BATCH)[1].wait()
+        SumOverRanks(count_flops)(totals(torch.tensor([6.0, value]), [4.0, 5.0]), BATCH)[1].wait()
 
 
 def test_a_signal_is_told_to_all():
     module = SumOverRanks(count_flops)
     module.received[15] = 1
-    assert module(losses(torch.ones(2), [1.0, 1.0]), BATCH)[1].wait().signals == {2: 0, 15: 1, 0: 0}
+    assert module(totals(torch.ones(2), [1.0, 1.0]), BATCH)[1].wait().signals == {2: 0, 15: 1, 0: 0}

@@ -77,7 +77,7 @@ class Reader:
     def __getstate__(self) -> dict:
         # Blocks and vocabularies may be large, so the receiving process makes its own.
         state = dict(self.__dict__)
-        for name in ("_converter", "_packer", "_plan", "_blocks", "_slots"):
+        for name in ("_converter", "_packer", "_plan", "_plans", "_blocks", "_slots"):
             state.pop(name, None)
         return state
 
@@ -90,6 +90,8 @@ class Reader:
         self._converter: Converter | None = None
         self._slots: SlotWriter | None = None
         self._plan: EpochPlan | None = None
+        # A step asks for the current epoch's number of batches; a plan may list thousands of row groups.
+        self._plans: Lru[EpochPlan] = Lru(2)
         self._epoch = -1
 
     def __getitem__(self, epoch_and_index: tuple[int, int]) -> Packed | RecsysError:
@@ -105,8 +107,7 @@ class Reader:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Returns the plan of an epoch."""
-        is_current = self._plan is not None and epoch == self._epoch
-        return self._plan if is_current else EpochPlan(self.source.row_groups, self.settings, epoch)
+        return self._plans.get(epoch, lambda: EpochPlan(self.source.row_groups, self.settings, epoch))
 
     def begin(self, epoch: int) -> None:
         """Starts an epoch: resets counts and drops cached blocks. `read` calls it when the epoch changes."""

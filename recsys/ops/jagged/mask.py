@@ -139,7 +139,8 @@ def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = 
     """
     host = layout.on_host()
     # On a few numbers NumPy is several times as fast as PyTorch, and every training step counts.
-    contextual, uih, targets = host.num_contextual, host.num_uih.numpy(), host.num_targets.numpy()
+    contextual, targets = host.num_contextual, host.num_targets.numpy()
+    uih = host.lengths.numpy() - targets - contextual
     limit = max(host.max_len, 1) if mask.window is None else mask.window + mask.prefix
     near = np.minimum(uih, limit)
     contextual_sees = contextual + uih if mask.contextual_reads_history else contextual
