@@ -1,0 +1,38 @@
+"""Launches the kernels of `beam_step`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.ops.beam_step import Beams, Extended, SeenLeaves, TrieEdges
+from recsys.ops.beam_step.triton_kernels import read_kernel, score_kernel
+from recsys.ops.runtime.launch import launch
+
+READ = 256
+"""Beams per program of `read_kernel`."""
+
+
+def run(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, seen: SeenLeaves) -> Extended:
+    """Runs `beam_step`."""
+    rows, num_beams, values = logits.shape
+    first, token, leaves, num_leaves, children = edges
+    keys = logits.new_empty(rows, num_beams * children, dtype=torch.int64)
+    if rows:
+        sizes = {"V": values, "BLOCK_V": _block(values), "CHILDREN": children, "BLOCK": _block(children)}
+        numbers = (num_beams, num_leaves, seen.keys.shape[0])
+        pointers = (logits.contiguous(), *beams, first, token, leaves, *seen, keys)
+        launch(score_kernel, rows * num_beams, pointers, numbers, sizes | {"num_warps": 4})
+    best = torch.topk(keys, width, dim=1).values
+    new = Beams(best.new_empty(rows, width, dtype=torch.float32), torch.empty_like(best))
+    extended = Extended(new, torch.empty_like(best), torch.empty_like(best))
+    if rows:
+        numbers = (num_beams, width, rows * width)
+        pointers = (best, beams.nodes, first, token, *new, extended.origins, extended.codes)
+        sizes = {"CHILDREN": children, "BLOCK": READ, "num_warps": 4}
+        launch(read_kernel, -(-rows * width // READ), pointers, numbers, sizes)
+    return extended
+
+
+def _block(count: int) -> int:
+    return max(16, 1 << (count - 1).bit_length())
