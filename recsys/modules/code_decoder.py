@@ -114,8 +114,6 @@ class CausalBlock(nn.Module):
         """
         query, key, value = self.query_key_value(self.norm(x)).chunk(3, -1)
         cache.append((key, value))
-        if len(cache) == 1:
-            return self._after(x, value, memory)
         query = self._split(query) * self.head_dim**-0.5
         scores = torch.stack([(query * self._split(key)).sum(-1) for key, _ in cache])
         shares = scores.float().softmax(0).to(x.dtype)
