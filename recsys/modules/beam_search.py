@@ -91,8 +91,8 @@ def extend_beams(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, see
     if runs_on(logits, edges):
         return beam_step(logits, beams, edges, width, seen)
     node, last_edge, device = beams.nodes.clamp(min=0), edges.token.shape[0] - 1, logits.device
-    begin, end = edges.first[node], torch.where(beams.nodes < 0, 0, edges.first[node + 1])
-    edge = begin.long()[..., None] + torch.arange(edges.most_children + 1, device=device)
+    begin, end = edges.first[node].long(), torch.where(beams.nodes < 0, 0, edges.first[node + 1])
+    edge = begin[..., None] + torch.arange(edges.most_children + 1, device=device)
     # Leaves below an edge are consecutive, and so are the places of the seen ones among them.
     leaf = edges.leaves[edge.clamp(max=last_edge + 1)]
     row = torch.arange(node.shape[0], device=device)[:, None, None]
@@ -104,9 +104,10 @@ def extend_beams(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, see
     scores = torch.where(is_left, scores, -torch.inf).flatten(1)
     best = torch.topk(keys_of(scores, torch.arange(scores.shape[1], device=device)), width, dim=1).values
     place, scores = items_of(best), scores_of(best)
-    nodes = torch.where(scores == -torch.inf, -1, edge.flatten(1).gather(1, place))
-    origins = torch.div(place, edge.shape[2], rounding_mode="floor")
-    return Extended(Beams(scores, nodes), origins, code.flatten(1).gather(1, place))
+    origins = torch.div(place, edges.most_children, rounding_mode="floor")
+    nodes = begin.gather(1, origins) + place - origins * edges.most_children
+    nodes = torch.where(scores == -torch.inf, -1, nodes)
+    return Extended(Beams(scores, nodes), origins, edges.token[nodes.clamp(min=0)].long())
 
 
 def _seen_leaves(trie: CodeTrie, seen: SeenItems) -> SeenLeaves:
