@@ -191,12 +191,12 @@ class RecordedScoring:
             reason = str(error).strip().splitlines()[0]
             log.warning("the search is not recorded as a CUDA graph, which would be faster: %s", reason)
             self._records = False
-            _leave_capture()
+            leave_capture()
             return None
         return _Recorded(graph, buffers, outputs)
 
 
-def _leave_capture() -> None:
+def leave_capture() -> None:
     """Gives the device's random number generator a new state. After a failed capture the old state would make
     it believe that the capture is still running."""
     fresh = torch.Generator("cuda")
