@@ -1,7 +1,7 @@
 """Times beam search on a GPU: a prefill and a decode alone, whole calls with and without a recorded graph, and
 the mask with 20 million items.
 
-    PYTHONPATH=. python experiments/2026-11-28-decoding/bench.py [--items 300000] [--bias] [--profile] [--mask-only]
+    PYTHONPATH=. python experiments/2026-11-28-decoding/bench.py [--items 100000] [--bias] [--profile] [--mask-only]
 
 The model has 8 HSTU layers of width 1,024 with 8 heads of 128, a decoder of 2 layers with 8 heads and a feed-forward
 layer of 4,096, bfloat16, random weights, and 4 codes of 256 at random for each item; all histories are full, and their
@@ -207,7 +207,7 @@ def profile(model: CodeGenerator) -> None:
 def main() -> None:
     """Measures what the arguments say."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--items", type=int, default=300_000)
+    parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--mask-only", action="store_true")
