@@ -1,11 +1,13 @@
-"""Times beam search on a GPU: a prefill and a decode alone, whole calls with and without a recorded graph, and
-the mask with 20 million items.
+"""Times beam search on a GPU: a prefill and a decode alone, whole calls with and without a recorded graph, and the mask
+with 20 million items.
 
-    PYTHONPATH=. python experiments/2026-11-28-decoding/bench.py [--items 100000] [--bias] [--profile] [--mask-only]
+    PYTHONPATH=. python experiments/2026-11-28-decoding/bench.py [--items 100000] [--bias | --encoder] [--decoder-layers 2]
+        [--profile] [--package] [--mask-only]
 
-The model has 8 HSTU layers of width 1,024 with 8 heads of 128, a decoder of 2 layers with 8 heads and a feed-forward
-layer of 4,096, bfloat16, random weights, and 4 codes of 256 at random for each item; all histories are full, and their
-items are removed. Times are medians in ms of calls that are each waited for; a part is a replay of its own.
+Without further arguments the model has 8 HSTU layers of width 1,024 with 8 heads of 128, a decoder of 2 layers with 8
+heads and a feed-forward layer of 4,096, bfloat16, random weights, and 4 codes of 256 at random for each item. All
+histories are full, and their items are removed. Times are medians in ms of calls that are each waited for; a part is a
+replay of its own. `--package` compiles the model, which takes minutes, and times the package alone.
 """
 
 import argparse
@@ -24,6 +26,8 @@ import torch
 from recsys import environment
 
 environment.prefer_packaged_ptxas()
+from recsys.inference.compiler import compile_graph  # noqa: E402
+from recsys.inference.program import Program  # noqa: E402
 from recsys.models import build_model  # noqa: E402
 from recsys.models.generator import CodeGenerator, _seen  # noqa: E402
 from recsys.modules import beam_search  # noqa: E402
@@ -32,7 +36,7 @@ from recsys.modules.code_trie import CodeTrie  # noqa: E402
 from recsys.ops.beam_step import Beams  # noqa: E402
 from recsys.ops.top_k.keys import keys_of  # noqa: E402
 from recsys.scoring import recorded  # noqa: E402
-from recsys.scoring.signature import ScoringGraph, inputs_of  # noqa: E402
+from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature  # noqa: E402
 from tests.modules.pipelines import batch_of, pipeline_of, random_rows  # noqa: E402
 from tests.tools.bundles import write_codes  # noqa: E402
 
@@ -45,22 +49,26 @@ features {{ name: "item_id"  sides: [HISTORY, CANDIDATE]
   id {{ vocabulary {{ size: {items}  file: "{folder}/item_id.parquet" }} }} }}
 model {{ embedding_dim: 1024  precision: BF16
   generator {{ item_feature: "item_id"  bundle: "{folder}/bundle"  seen: REMOVE
-    preprocessor {{ uih {{ positional {{ origin: START }} }} }}
-    mixer {{ hstu {{ num_layers: 8  num_heads: 8  qk_dim: 128  activation: UVQK  gate: UGN {bias} }} }}
-    decoder {{ num_layers: 2  num_heads: 8  ff_dim: 4096 }}
+    {history}
+    decoder {{ num_layers: {layers}  num_heads: 8  ff_dim: 4096 }}
     decoding {{ method: BEAM  beam_size: 200 }} }} }}
 predict {{ top_k: 50 }}
 """
-RECORD = torch.cuda.graph
+MIXER = """preprocessor { uih { positional { origin: START } } }
+    mixer { hstu { num_layers: 8  num_heads: 8  qk_dim: 128  activation: UVQK  gate: UGN  BIAS } }"""
+ENCODER = "encoder { num_layers: 4  num_heads: 8  ff_dim: 4096 }"
 
 
-def build(folder: Path, items: int, bias: bool) -> CodeGenerator:
+def build(folder: Path, arguments: argparse.Namespace) -> CodeGenerator:
     """The model on the GPU."""
+    items = arguments.items
     numbers = np.random.default_rng(0).choice(256**4, items, replace=False)
     codes = np.stack(np.unravel_index(numbers, (256,) * 4), 1)
     pq.write_table(pa.table({"id": pa.array(range(items))}), folder / "item_id.parquet")
     write_codes(folder / "bundle", list(range(items)), codes, 256)
-    text = CONFIG.format(items=items, folder=folder, bias="bias { num_time_buckets: 64 }" if bias else "")
+    history = MIXER.replace("BIAS", "bias { num_time_buckets: 64 }" if arguments.bias else "")
+    history = ENCODER if arguments.encoder else history
+    text = CONFIG.format(items=items, folder=folder, history=history, layers=arguments.decoder_layers)
     torch.manual_seed(0)
     return build_model(pipeline_of(text)).eval().cuda()
 
@@ -82,7 +90,7 @@ def replay_of(run: Callable[[], object]) -> Callable[[], None]:
     for _ in range(2):
         run()
     graph = torch.cuda.CUDAGraph()
-    with RECORD(graph):
+    with torch.cuda.graph(graph):
         result = run()
     return lambda kept=result: graph.replay()
 
@@ -181,6 +189,27 @@ def masks(items: int) -> None:
             print(f"{rows:4} {level:4} {free:9.1f} {by_kernels:8.1f} {by_kernels - free:9.1f} {plain:9.1f} {alone:9.1f}", flush=True)
 
 
+def package(model: CodeGenerator, folder: Path) -> None:
+    """Compiles the model with a beam of 200 and prints the times of the package, and how often it agrees."""
+    pipeline, graph, device = model.pipeline, ScoringGraph(model), torch.device("cuda")
+    specs, weights = scoring_signature(pipeline), {}
+    example = inputs_of(batch_of(pipeline, random_rows(pipeline, [(30, 0), (40, 0), (7, 0)])), pipeline)
+    start = time.perf_counter()
+    on_device = tuple(tensor.cuda() for tensor in example)
+    compile_graph(graph, specs, on_device, folder / "model.pt2", pipeline, weights)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    on_device = {name: weight.cuda() for name, weight in weights.items()}
+    program = Program(folder / "model.pt2", specs, device, weights=on_device)
+    for rows, events in SHAPES:
+        given = inputs_of(batch_of(pipeline, random_rows(pipeline, [(events, 0)] * rows)), pipeline)
+        run = recorded.RecordedScoring(lambda *inputs: program(inputs), pipeline, device)
+        times = waited(lambda given=given: program(given)), waited(lambda run=run, given=given: run(*given))
+        expected, found, replayed = graph(*(t.cuda() for t in given)), program(given), run(*given)
+        agreement = [(items == expected[1]).float().mean().item() for _, items in (found, replayed)]
+        print(f"batch {rows}, history {events}: package {times[0]:.3f} ms, recorded {times[1]:.3f} ms, graphs "
+              f"{run.num_graphs}, share of places with the item of eager mode {agreement}", flush=True)  # fmt: skip
+
+
 def profile(model: CodeGenerator) -> None:
     """Prints the kernels of a call at the first shape."""
     pipeline, graph = model.pipeline, ScoringGraph(model)
@@ -209,7 +238,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--encoder", action="store_true")
+    parser.add_argument("--decoder-layers", type=int, default=2)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--package", action="store_true")
     parser.add_argument("--mask-only", action="store_true")
     arguments = parser.parse_args()
     recorded.MOST_ENTRIES = 2**40
@@ -219,9 +251,11 @@ def main() -> None:
             masks(MASK_ITEMS)
             return
         with tempfile.TemporaryDirectory() as folder:
-            model = build(Path(folder), arguments.items, arguments.bias)
-        parts = {"mixer": model.mix, "decoder": model.decode}
-        print({name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()})
+            model = build(Path(folder), arguments)
+            if arguments.package:
+                package(model, Path(folder))
+                return
+        print({name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()})
         for rows, events in SHAPES:
             whole(model, rows, events)
         if arguments.profile:
