@@ -208,20 +208,16 @@ def package(model: CodeGenerator, folder: Path) -> None:
         agreement = [(items == expected[1]).float().mean().item() for _, items in (found, replayed)]
         print(f"batch {rows}, history {events}: package {times[0]:.3f} ms, recorded {times[1]:.3f} ms, graphs "
               f"{run.num_graphs}, share of places with the item of eager mode {agreement}", flush=True)  # fmt: skip
+        profile(lambda given=given: program(given))
 
 
-def profile(model: CodeGenerator) -> None:
-    """Prints the kernels of a call at the first shape."""
-    pipeline, graph = model.pipeline, ScoringGraph(model)
-    rows, events = SHAPES[0]
-    model.beam_size = 200
-    given = inputs_of(batch_of(pipeline, random_rows(pipeline, [(events, 0)] * rows)), pipeline)
-    inputs = [tensor.cuda() for tensor in given]
+def profile(run: Callable[[], object]) -> None:
+    """Prints the kernels of a call."""
     for _ in range(2):
-        graph(*inputs)
+        run()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
-        graph(*inputs)
+        run()
         torch.cuda.synchronize()
     kernels = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     total = math.fsum(event.device_time for event in kernels)
@@ -259,7 +255,10 @@ def main() -> None:
         for rows, events in SHAPES:
             whole(model, rows, events)
         if arguments.profile:
-            profile(model)
+            model.beam_size, graph, pipeline = 200, ScoringGraph(model), model.pipeline
+            rows = random_rows(pipeline, [(SHAPES[0][1], 0)] * SHAPES[0][0])
+            inputs = [tensor.cuda() for tensor in inputs_of(batch_of(pipeline, rows), pipeline)]
+            profile(lambda: graph(*inputs))
 
 
 if __name__ == "__main__":
