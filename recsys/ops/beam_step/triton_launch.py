@@ -19,10 +19,9 @@ def run(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, seen: SeenLe
     first, token, leaves, num_leaves, children = edges
     keys = logits.new_empty(rows, num_beams * children, dtype=torch.int64)
     if rows:
-        sizes = {"V": values, "BLOCK_V": _block(values), "CHILDREN": children, "BLOCK": _block(children)}
         numbers = (num_beams, num_leaves, seen.keys.shape[0])
         pointers = (logits.contiguous(), *beams, first, token, leaves, *seen, keys)
-        launch(score_kernel, rows * num_beams, pointers, numbers, sizes | {"num_warps": 4})
+        launch(score_kernel, rows * num_beams, pointers, numbers, sizes_of(values, children))
     best = torch.topk(keys, width, dim=1).values
     new = Beams(best.new_empty(rows, width, dtype=torch.float32), torch.empty_like(best))
     extended = Extended(new, torch.empty_like(best), torch.empty_like(best))
@@ -34,5 +33,8 @@ def run(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, seen: SeenLe
     return extended
 
 
-def _block(count: int) -> int:
-    return max(16, 1 << (count - 1).bit_length())
+def sizes_of(values: int, children: int) -> dict[str, int]:
+    """Returns the compile-time constants of `score_kernel`, by the names of its parameters."""
+    block_v, block = (max(16, 1 << (count - 1).bit_length()) for count in (values, children))
+    warps = max(4, max(block_v, block) // 256)
+    return {"V": values, "BLOCK_V": block_v, "CHILDREN": children, "BLOCK": block, "num_warps": warps}
