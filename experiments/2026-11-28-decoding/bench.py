@@ -2,7 +2,7 @@
 with 20 million items.
 
     PYTHONPATH=. python experiments/2026-11-28-decoding/bench.py [--items 100000] [--bias | --encoder] [--decoder-layers 2]
-        [--profile] [--package] [--mask-only]
+        [--profile] [--package] [--mask] [--beams 50 200 512]
 
 Without further arguments the model has 8 HSTU layers of width 1,024 with 8 heads of 128, a decoder of 2 layers with 8
 heads and a feed-forward layer of 4,096, bfloat16, random weights, and 4 codes of 256 at random for each item. All
@@ -15,7 +15,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,6 @@ from tests.modules.pipelines import batch_of, pipeline_of, random_rows  # noqa: 
 from tests.tools.bundles import write_codes  # noqa: E402
 
 SHAPES = ((1, 256), (16, 2048))
-BEAMS = (50, 200, 512)
 MASK_ITEMS = 20_000_000
 CONFIG = """
 data {{ max_history_len: 2048 }}
@@ -108,7 +107,7 @@ def device_time(run: Callable[[], object], times: int = 50) -> float:
     return first.elapsed_time(last) / times
 
 
-def whole(model: CodeGenerator, rows: int, events: int) -> None:
+def whole(model: CodeGenerator, rows: int, events: int, beams: Sequence[int]) -> None:
     """Prints the times of one shape for all beams."""
     pipeline, graph = model.pipeline, ScoringGraph(model)
     given = inputs_of(batch_of(pipeline, random_rows(pipeline, [(events, 0)] * rows)), pipeline)
@@ -122,7 +121,7 @@ def whole(model: CodeGenerator, rows: int, events: int) -> None:
     states, seen = prefill(), _seen(graph.assemble(named))
     print(f"batch {rows}, history {events}: prefill {waited(replay_of(prefill)):.3f} ms, unrecorded {waited(prefill):.3f}")
     print("beam   decode  decode, plain steps   call   call unrecorded   replay with padding, from the host")
-    for beam in BEAMS:
+    for beam in beams:
         model.beam_size = beam
 
         def decode(beam: int = beam) -> object:
@@ -142,7 +141,7 @@ def whole(model: CodeGenerator, rows: int, events: int) -> None:
         print(f"{beam:4} {times[0]:8.3f} {times[1]:12.3f} {times[2]:14.3f} {times[3]:12.3f} {times[4]:17.3f}", flush=True)
 
 
-def million_trie(items: int) -> CodeTrie:
+def random_trie(items: int) -> CodeTrie:
     """A trie of random triples of codes of 256, with a digit that tells equal ones apart, built on the GPU."""
     numbers = torch.randint(256**3, (items,), device="cuda").sort().values
     first = torch.searchsorted(numbers, numbers)
@@ -155,7 +154,7 @@ def masks(items: int) -> None:
     """Prints the time of a step with and without the trie, for each level."""
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    trie = million_trie(items)
+    trie = random_trie(items)
     torch.cuda.synchronize()
     kept = sum(buffer.nbytes for buffer in trie.buffers())
     print(f"trie of {items:,} items: {kept / 1e6:.0f} MB, built in {time.perf_counter() - start:.1f} s, "
@@ -238,13 +237,15 @@ def main() -> None:
     parser.add_argument("--decoder-layers", type=int, default=2)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--package", action="store_true")
-    parser.add_argument("--mask-only", action="store_true")
+    parser.add_argument("--mask", action="store_true", help="the mask, too")
+    parser.add_argument("--beams", type=int, nargs="*", default=[50, 200, 512], help="none measures no calls")
     arguments = parser.parse_args()
     recorded.MOST_ENTRIES = 2**40
     print(torch.cuda.get_device_name(), torch.__version__)
     with torch.no_grad():
-        if arguments.mask_only:
+        if arguments.mask:
             masks(MASK_ITEMS)
+        if not arguments.beams:
             return
         with tempfile.TemporaryDirectory() as folder:
             model = build(Path(folder), arguments)
@@ -253,7 +254,7 @@ def main() -> None:
                 return
         print({name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()})
         for rows, events in SHAPES:
-            whole(model, rows, events)
+            whole(model, rows, events, arguments.beams)
         if arguments.profile:
             model.beam_size, graph, pipeline = 200, ScoringGraph(model), model.pipeline
             rows = random_rows(pipeline, [(SHAPES[0][1], 0)] * SHAPES[0][0])

@@ -181,7 +181,7 @@ class RecordedScoring:
     def _record(self, padded: Sequence[Tensor]) -> _Recorded | None:
         buffers = tuple(tensor.to(self._device, copy=True) for tensor in padded)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         try:
             self._run(*buffers)  # compiles kernels, and lets libraries allocate what they keep
             # Other threads, such as one that loads a package, may meanwhile call what no graph can hold.
@@ -191,6 +191,7 @@ class RecordedScoring:
             reason = str(error).strip().splitlines()[0]
             log.warning("the search is not recorded as a CUDA graph, which would be faster: %s", reason)
             self._records = False
+            torch.cuda.set_stream(stream)  # a failed recording stays in its own
             leave_capture()
             return None
         return _Recorded(graph, buffers, outputs)

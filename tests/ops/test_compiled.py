@@ -233,7 +233,7 @@ def beams(name, values, children) -> Case:
 
     types = dict.fromkeys(("logits", "scores", "out_scores"), "*fp32")
     types |= dict.fromkeys(("first", "token", "leaves", "seen_before"), "*i32")
-    sizes = {"BLOCK": triton_launch.READ}
+    sizes = {"BLOCK": triton_launch.READ, "STEP": triton_launch.STEP}
     if name == "score_kernel":
         sizes = triton_launch.sizes_of(values, children)
     return Case(getattr(triton_kernels, name), types, sizes | {"CHILDREN": children})

@@ -20,8 +20,6 @@ MOST_VALUES = 4096
 
 _LAUNCH = f"{__name__}.triton_launch"
 
-triton_support.preload(_LAUNCH)
-
 
 class TrieEdges(NamedTuple):
     """The edges of one level of a trie, int32, with the nodes in lexicographic order.

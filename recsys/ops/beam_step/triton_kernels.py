@@ -64,24 +64,35 @@ def score_kernel(
     tl.store(out + program * CHILDREN + child, key, mask=child < CHILDREN)
 
 
-@triton.jit(do_not_specialize=["num_beams", "width", "count"])
+@triton.jit(do_not_specialize=["num_beams", "width"])
 def read_kernel(
-    best, nodes, first, token, out_scores, out_nodes, out_origins, out_codes, num_beams, width, count,
-    CHILDREN: tl.constexpr, BLOCK: tl.constexpr,
+    best, nodes, first, token, out_scores, out_nodes, out_origins, out_codes, num_beams, width,
+    CHILDREN: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the scores float32, nodes, origins and codes int64 of `count` = B * width keys."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    key = tl.load(best + index, mask=inside, other=0)
+    """Writes the scores float32, nodes, origins and codes int64 of keys [B, width], the greatest first.
+
+    One program runs per row and BLOCK keys, whose places it finds by comparing them with all keys of the row.
+    """
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    index = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < width
+    key = tl.load(best + row * width + index, mask=inside, other=0)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, width, STEP):
+        rival = start + tl.arange(0, STEP)
+        compared = tl.load(best + row * width + rival, mask=rival < width, other=-(2**63))
+        rank += tl.sum((compared[None, :] > key[:, None]).to(tl.int32), 1)
     rising = (key >> 32).to(tl.int32)
     score = tl.where(rising < 0, rising ^ 0x7FFFFFFF, rising).to(tl.float32, bitcast=True)
     place = LAST_PLACE - (key & LAST_PLACE)
     origin = place // CHILDREN
     is_beam = inside & (score > float("-inf"))
-    node = tl.load(nodes + index // width * num_beams + origin, mask=is_beam, other=0)
+    node = tl.load(nodes + row * num_beams + origin, mask=is_beam, other=0)
     edge = tl.load(first + node, mask=is_beam, other=0) + place % CHILDREN
     code = tl.load(token + edge, mask=is_beam, other=0)
-    tl.store(out_scores + index, score, mask=inside)
-    tl.store(out_nodes + index, tl.where(is_beam, edge, -1), mask=inside)
-    tl.store(out_origins + index, origin, mask=inside)
-    tl.store(out_codes + index, code.to(tl.int64), mask=inside)
+    to = row * width + rank
+    tl.store(out_scores + to, score, mask=inside)
+    tl.store(out_nodes + to, tl.where(is_beam, edge, -1), mask=inside)
+    tl.store(out_origins + to, origin, mask=inside)
+    tl.store(out_codes + to, code.to(tl.int64), mask=inside)

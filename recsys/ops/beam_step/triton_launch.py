@@ -9,8 +9,8 @@ from recsys.ops.beam_step import Beams, Extended, SeenLeaves, TrieEdges
 from recsys.ops.beam_step.triton_kernels import read_kernel, score_kernel
 from recsys.ops.runtime.launch import launch
 
-READ = 256
-"""Beams per program of `read_kernel`."""
+READ, STEP = 32, 128
+"""Keys per program of `read_kernel`, and keys with which it compares them at a time."""
 
 
 def run(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, seen: SeenLeaves) -> Extended:
@@ -22,14 +22,14 @@ def run(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, seen: SeenLe
         numbers = (num_beams, num_leaves, seen.keys.shape[0])
         pointers = (logits.contiguous(), *beams, first, token, leaves, *seen, keys)
         launch(score_kernel, rows * num_beams, pointers, numbers, sizes_of(values, children))
-    best = torch.topk(keys, width, dim=1).values
+    # Sorting the best keys would take PyTorch as long as finding them.
+    best = torch.topk(keys, width, dim=1, sorted=False).values
     new = Beams(best.new_empty(rows, width, dtype=torch.float32), torch.empty_like(best))
     extended = Extended(new, torch.empty_like(best), torch.empty_like(best))
     if rows:
-        numbers = (num_beams, width, rows * width)
         pointers = (best, beams.nodes, first, token, *new, extended.origins, extended.codes)
-        sizes = {"CHILDREN": children, "BLOCK": READ, "num_warps": 4}
-        launch(read_kernel, -(-rows * width // READ), pointers, numbers, sizes)
+        sizes = {"CHILDREN": children, "BLOCK": READ, "STEP": STEP, "num_warps": 4}
+        launch(read_kernel, rows * -(-width // READ), pointers, (num_beams, width), sizes)
     return extended
 
 

@@ -31,8 +31,9 @@ def some_beams(trie, level, rows, width):
     nodes = torch.stack([torch.randperm(count)[:width] for _ in range(rows)])
     if nodes.shape[1] > 1:
         nodes[:, -1] = -1
-    scores = torch.where(nodes < 0, -torch.inf, -torch.rand(nodes.shape).mul(4).floor())
-    return Beams(scores, nodes)
+    # Neighbors have the same score, so that some extensions of theirs do, to the last bit.
+    pairs = -4 * torch.rand(rows, width).repeat_interleave(2, 1)[:, : nodes.shape[1]]
+    return Beams(torch.where(nodes < 0, -torch.inf, pairs), nodes)
 
 
 def extend(runner: Runner, logits, beams, trie, level, width, seen):
@@ -67,7 +68,7 @@ def in_a_loop(logits, beams, codes, level, width, seen):
                 if node >= 0 and prefix[:level] == prefixes[node]:
                     score = beams.scores[row, beam].double() + log_probabilities[prefix[-1]]
                     extensions.append((score.item(), beam, prefix))
-        rows.append(sorted(extensions, key=lambda entry: -round(entry[0], 4))[:width])
+        rows.append(sorted(extensions, key=lambda entry: -entry[0])[:width])
     return rows
 
 
@@ -83,7 +84,7 @@ def test_the_best_legal_extensions_are_kept_in_order(runner, level, count):
     pairs = torch.tensor([(row, item) for row, of in enumerate(items) for item in of])
     seen = SeenItems(pairs[:, 0], pairs[:, 1])
     beams = some_beams(trie, level, rows, 6)
-    # Whole numbers, the same for neighboring beams, make scores that are equal.
+    # Whole numbers, the same for neighboring beams, make equal scores.
     logits = torch.randint(-3, 3, (rows, beams.nodes.shape[1], SIZES[level])).float()
     logits[:, 1::2] = logits[:, 0:-1:2]
     width = min(9, trie.counts[level])
