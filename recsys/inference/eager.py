@@ -1,8 +1,8 @@
 """Lets a `Predictor` use a model in eager mode instead of an exported package."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from recsys.models.base import Model, layout_rule
 from recsys.ops import TopK
 from recsys.scoring.cache import UserCache
 from recsys.scoring.prefill import CachedModel, keeps_cache
+from recsys.scoring.recorded import RecordedScoring
 from recsys.scoring.signature import ScoringGraph, inputs_of
 
 
@@ -57,6 +58,9 @@ class EagerPackage:
         self.description = EagerDescription(self.device.type, declared.outputs)
         self._graph = ScoringGraph(model.eval())
         self._cached = CachedModel(model) if keeps_cache(model) else None
+        self._find: Callable[..., tuple[Tensor, ...]] = self._graph
+        if declared.finds_items and self.device.type == "cuda":
+            self._find = RecordedScoring(self._graph, model.pipeline, self.device)
         self.items: Tensor | None = None
         if declared.item_feature is not None:
             batch = _empty_batch(model.pipeline).to(self.device)
@@ -64,12 +68,18 @@ class EagerPackage:
 
     def run(self, batch: Batch) -> Tensor:
         """Returns predictions [N, tasks] of a ranker or queries [B, E] of a retriever, float32."""
-        return self._answer(batch).float()
+        with torch.no_grad():
+            inputs = inputs_of(batch, self.pipeline)
+            return self._graph(*(tensor.to(self.device) for tensor in inputs)).float()
 
     def find(self, batch: Batch) -> TopK:
         """Finds the best items of each row, of a model that finds items itself; rows of the item table less
-        1."""
-        return TopK(*self._answer(batch))
+        1.
+
+        A GPU replays a recorded graph, see `RecordedScoring`.
+        """
+        with torch.no_grad():
+            return TopK(*self._find(*inputs_of(batch, self.pipeline)))
 
     @property
     def keeps_cache(self) -> bool:
@@ -94,11 +104,6 @@ class EagerPackage:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins the scores of consecutive candidates."""
         return torch.cat(list(parts))
-
-    def _answer(self, batch: Batch) -> Any:
-        with torch.no_grad():
-            inputs = inputs_of(batch, self.pipeline)
-            return self._graph(*(tensor.to(self.device) for tensor in inputs))
 
     def _with_cache(self) -> CachedModel:
         if self._cached is None:

@@ -46,6 +46,7 @@ from recsys.inference.program import PackageError, Program
 from recsys.models.signature import TensorSpec
 from recsys.ops import TopK
 from recsys.scoring.cache import UserCache
+from recsys.scoring.recorded import RecordedScoring
 from recsys.scoring.signature import inputs_of, scoring_signature
 
 log = logging.getLogger(__name__)
@@ -175,6 +176,10 @@ class Package:
             weights = load_file(folder / WEIGHTS, device=place)
             self.cached = CachedPrograms.load(entry, self.pipeline, program)
         self._program = program(MODEL, self.description.inputs)
+        self._find = self._program
+        if device.type == "cuda" and model_of(self.pipeline).finds_items and not mapped:
+            recorded = RecordedScoring(lambda *inputs: self._program(inputs), self.pipeline, device)
+            self._find = lambda inputs: recorded(*inputs)
         self.item_tower = None
         if self.description.item_inputs is not None:
             self.item_tower = program(ITEM_TOWER, self.description.item_inputs)
@@ -194,13 +199,14 @@ class Package:
     def find(self, batch: Batch) -> TopK:
         """Finds the best items of each row, of a model that finds items itself (`finds_items`).
 
-        The result is on the package's device: items are rows of the item table less 1.
+        The result is on the package's device: items are rows of the item table less 1. A GPU replays a
+        recorded graph, see `RecordedScoring`.
 
         Raises:
             PackageError: the batch has more rows than the package accepts.
         """
         self._check_rows(batch)
-        return TopK(*self._program(inputs_of(batch, self.pipeline)))
+        return TopK(*self._find(inputs_of(batch, self.pipeline)))
 
     def prefill(self, batch: Batch) -> UserCache:
         """Encodes users and histories into keys and values that candidates attend to; see `CachedPrograms`.

@@ -7,8 +7,10 @@ import importlib
 import logging
 import os
 import stat
+import threading
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -55,17 +57,19 @@ class Program:
         # The runtime reads this switch once, before the first call. It makes the runtime reject tensors of a
         # wrong type or shape.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
+        alone = device.type == "cuda"
         loader = logging.getLogger("torch.export.pt2_archive._package")
         loader.addFilter(_is_not_target_warning)
         try:
             # The loader warns if this processor differs from that of the export. To find out what this
             # processor can do, it would compile and run a program per instruction set, for a minute.
             with inductor.patch("cpp.vec_isa_ok", True):
-                self._compiled = torch._inductor.aoti_load_package(str(path))
+                # A CUDA graph cannot record the events by which the runtime serves several threads at a time.
+                self._compiled = torch._inductor.aoti_load_package(str(path), run_single_threaded=alone)
         finally:
             loader.removeFilter(_is_not_target_warning)
         self._specs, self._device, self._process = list(specs), device, os.getpid()
-        self._look_up = look_up
+        self._look_up, self._lock = look_up, threading.Lock() if alone else nullcontext()
         # The program holds pointers to the weights, so they must live as long as the program.
         self._weights = None if weights is None else self._load_weights(weights, path)
 
@@ -85,7 +89,7 @@ class Program:
         looked_up = self._look_up(checked) if self._look_up is not None else ()
         moved = [_to(self._device, tensor) for tensor in (*checked, *looked_up)]
         enter_device(self._device)
-        with torch.no_grad():
+        with torch.no_grad(), self._lock:
             output = self._compiled(*moved)
         return tuple(output) if isinstance(output, list | tuple) else (output,)
 
@@ -137,7 +141,7 @@ def enter_device(device: torch.device) -> None:
     A package launches kernels through the driver, which requires a context. A thread that has not used the
     device yet has none; PyTorch's own kernels would create it.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(device).query()
 
 

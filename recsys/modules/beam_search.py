@@ -18,6 +18,7 @@ from torch import Tensor
 from recsys.modules.code_decoder import CodeDecoder, select_paths
 from recsys.modules.code_encoder import EncodedCodes
 from recsys.modules.code_trie import CodeTrie
+from recsys.ops.beam_step import Beams, Extended, SeenLeaves, TrieEdges, beam_step, runs_on
 from recsys.ops.top_k.keys import items_of, keys_of, scores_of
 
 
@@ -45,46 +46,6 @@ class SeenItems(NamedTuple):
     item: Tensor
 
 
-class Beams(NamedTuple):
-    """Prefixes of one depth, [B, K] each, the best first.
-
-    Attributes:
-        scores: float32, log-probabilities; -inf for no prefix.
-        nodes: int64, nodes of the trie; -1 for no prefix.
-    """
-
-    scores: Tensor
-    nodes: Tensor
-
-
-class Extended(NamedTuple):
-    """Beams that are one code longer, [B, W].
-
-    Attributes:
-        beams: the new prefixes.
-        origins: int64, the place among the old beams that each has come from.
-        codes: int64, the last code.
-    """
-
-    beams: Beams
-    origins: Tensor
-    codes: Tensor
-
-
-class SeenEdges(NamedTuple):
-    """The edges of one level on the paths to seen items, [S] each.
-
-    Attributes:
-        row: int64, the row.
-        edge: int64, the edge.
-        weight: int32, 1, or 0 for no item and for one that stands earlier too.
-    """
-
-    row: Tensor
-    edge: Tensor
-    weight: Tensor
-
-
 def beam_search(
     decoder: CodeDecoder, trie: CodeTrie, histories: Tensor | EncodedCodes, width: int, seen: SeenItems
 ) -> FoundItems:
@@ -103,10 +64,10 @@ def beam_search(
     """
     (token, memories), cache = decoder.start(histories), decoder.empty_cache()
     root = token.new_zeros(token.shape[:2], dtype=torch.int64)
-    beams = Beams(torch.zeros_like(root, dtype=torch.float32), root)
-    for level, edges in enumerate(_edges(trie, seen)):
+    beams, leaves = Beams(torch.zeros_like(root, dtype=torch.float32), root), _seen_leaves(trie, seen)
+    for level in range(trie.levels):
         logits = decoder.advance(level, token, cache, memories)
-        extended = extend_beams(logits, beams, trie, level, min(width, trie.counts[level]), edges)
+        extended = extend_beams(logits, beams, trie.edges(level), min(width, trie.counts[level]), leaves)
         beams, origins = extended.beams, extended.origins[..., None]
         if level + 1 < trie.levels:
             cache = select_paths(
@@ -117,56 +78,41 @@ def beam_search(
     return FoundItems(beams.scores, torch.where(beams.nodes < 0, -1, items))
 
 
-def extend_beams(
-    logits: Tensor, beams: Beams, trie: CodeTrie, level: int, width: int, seen: SeenEdges
-) -> Extended:
+def extend_beams(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, seen: SeenLeaves) -> Extended:
     """Adds one code to every beam and keeps the best: log-softmax, codes of the trie, the top of each row.
 
     Args:
         logits: float32 [B, K, V].
-        beams: prefixes of depth `level`, [B, K].
-        trie: the codes of all items.
-        level: the level of the new code.
-        width: W, number of prefixes to keep; at most the number of edges of the level.
-        seen: edges on the paths to seen items.
+        beams: prefixes, [B, K].
+        edges: the edges of their nodes.
+        width: W, number of prefixes to keep; at most the number of edges.
+        seen: the items to leave out.
     """
-    first, alive = trie.first(level).long(), beams.nodes >= 0
-    node = beams.nodes.clamp(min=0)
-    begin, end = first[node], torch.where(alive, first[node + 1], 0)
-    edge = begin[..., None] + torch.arange(trie.most_children[level], device=node.device)
-    is_edge = edge < end[..., None]
-    edge = edge.clamp(max=trie.counts[level] - 1)
-    left = trie.items(level)[edge] - _count_seen(beams.nodes, begin, edge, trie.parent(level), seen)
-    code = trie.token(level)[edge].long()
+    if runs_on(logits, edges):
+        return beam_step(logits, beams, edges, width, seen)
+    node, last_edge, device = beams.nodes.clamp(min=0), edges.token.shape[0] - 1, logits.device
+    begin, end = edges.first[node].long(), torch.where(beams.nodes < 0, 0, edges.first[node + 1])
+    edge = begin[..., None] + torch.arange(edges.most_children + 1, device=device)
+    # Leaves below an edge are consecutive, and so are the places of the seen ones among them.
+    leaf = edges.leaves[edge.clamp(max=last_edge + 1)]
+    row = torch.arange(node.shape[0], device=device)[:, None, None]
+    num_seen = seen.before[torch.searchsorted(seen.keys, row * (edges.num_leaves + 1) + leaf)]
+    edge = edge[..., :-1]
+    is_left = (edge < end[..., None]) & ((leaf - num_seen).diff(dim=2) > 0)
+    code = edges.token[edge.clamp(max=last_edge)].long()
     scores = (beams.scores - logits.logsumexp(2))[..., None] + logits.gather(2, code)
-    scores = torch.where(is_edge & (left > 0), scores, -torch.inf).flatten(1)
-    keys = keys_of(scores, torch.arange(scores.shape[1], device=node.device))
-    best = torch.topk(keys, width, dim=1).values
+    scores = torch.where(is_left, scores, -torch.inf).flatten(1)
+    best = torch.topk(keys_of(scores, torch.arange(scores.shape[1], device=device)), width, dim=1).values
     place, scores = items_of(best), scores_of(best)
-    nodes = torch.where(scores == -torch.inf, -1, edge.flatten(1).gather(1, place))
-    origins = torch.div(place, edge.shape[2], rounding_mode="floor")
-    return Extended(Beams(scores, nodes), origins, code.flatten(1).gather(1, place))
+    origins = torch.div(place, edges.most_children, rounding_mode="floor")
+    nodes = begin.gather(1, origins) + place - origins * edges.most_children
+    nodes = torch.where(scores == -torch.inf, -1, nodes)
+    return Extended(Beams(scores, nodes), origins, edges.token[nodes.clamp(min=0)].long())
 
 
-def _count_seen(nodes: Tensor, begin: Tensor, edge: Tensor, parent: Tensor, seen: SeenEdges) -> Tensor:
-    """Counts the seen items below each edge, int32 [B, K, children].
-
-    A row's beams are different nodes, so an edge belongs to at most one of them.
-    """
-    hit = nodes[seen.row] == parent[seen.edge][:, None]
-    beam = hit.int().argmax(1)
-    child = seen.edge - begin[seen.row, beam]
-    weight = torch.where(hit.any(1), seen.weight, 0)
-    place = (seen.row * edge.shape[1] + beam) * edge.shape[2] + torch.where(weight > 0, child, 0)
-    counts = torch.zeros(edge.shape, dtype=torch.int32, device=edge.device)
-    return counts.view(-1).index_add(0, place, weight).view(edge.shape)
-
-
-def _edges(trie: CodeTrie, seen: SeenItems) -> list[SeenEdges]:
-    """Returns for each level the edges to the seen items; an item that stands twice counts once."""
-    items = trie.leaf.shape[0]
-    order = (seen.row * (items + 1) + seen.item + 1).sort().indices
-    row, item = seen.row[order], seen.item[order]
-    before = torch.cat([item.new_full((1,), -1), row * (items + 1) + item])[:-1]
-    weight = ((item >= 0) & (row * (items + 1) + item != before)).int()
-    return [SeenEdges(row, edge, weight) for edge in trie.path(item.clamp(min=0))]
+def _seen_leaves(trie: CodeTrie, seen: SeenItems) -> SeenLeaves:
+    leaves = trie.leaf.shape[0]
+    leaf = torch.where(seen.item < 0, leaves, trie.leaf[seen.item.clamp(min=0)])
+    keys = (seen.row * (leaves + 1) + leaf).sort().values
+    is_new = keys != torch.cat([keys.new_full((1,), -1), keys])[:-1]
+    return SeenLeaves(keys, torch.cat([keys.new_zeros(1), is_new.cumsum(0)]).int())

@@ -6,18 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recsys.ops.beam_step import TrieEdges
+
 
 class CodeTrie(nn.Module):
     """Holds the prefixes of all codes, with the nodes of each depth in lexicographic order.
 
     A node of depth l + 1 is an edge of a node of depth l: `first(l)` says where the edges of each node
     begin, `token(l)` the code of each edge and `parent(l)` its node. The root is the only node of depth 0,
-    and node i of the last depth is the item `item[i]`, so item k is the node `leaf[k]`. All of them are int32
-    buffers, some 40 MB for a million items of 3 codes and a digit. The codes give them, so no checkpoint has
-    them.
+    and node i of the last depth, the leaf i, is the item `item[i]`, so item k is the leaf `leaf[k]`. The
+    leaves below a node are consecutive, see `leaves(l)`. All of them are int32 buffers, some 40 MB for a
+    million items of 3 codes and a digit. The codes give them, so no checkpoint has them.
 
     Args:
-        codes: int64 [items, levels], no two rows equal.
+        codes: int64 [items, levels], no two rows equal. The trie is built on the device of a tensor.
         sizes: number of values of each level.
 
     Attributes:
@@ -32,30 +34,35 @@ class CodeTrie(nn.Module):
     item: Tensor
     leaf: Tensor
 
-    def __init__(self, codes: np.ndarray, sizes: Sequence[int]):
+    def __init__(self, codes: np.ndarray | Tensor, sizes: Sequence[int]):
         super().__init__()
-        if len(codes) and ((codes < 0) | (codes >= np.asarray(sizes))).any():
+        codes = torch.as_tensor(codes)
+        if len(codes) and bool(((codes < 0) | (codes >= torch.tensor(sizes, device=codes.device))).any()):
             raise ValueError(f"codes go from 0 to the sizes of their levels, {tuple(sizes)}, less 1")
-        order = np.lexsort(codes.T[::-1])
-        ordered = codes[order]
+        items = torch.arange(len(codes), device=codes.device)
+        order = items
+        for level in range(codes.shape[1] - 1, -1, -1):
+            order = order[codes[order, level].argsort(stable=True)]
         self.sizes = tuple(sizes)
         self.counts: list[int] = []
         self.most_children: list[int] = []
         self._add("item", order)
-        self._add("leaf", order.argsort())
-        node, count = np.zeros(len(order), np.int64), 1  # of depth l, for each item in order
-        new = np.arange(len(order)) == 0
+        self._add("leaf", torch.empty_like(order).index_copy_(0, order, items))
+        node, count = torch.zeros_like(items), 1  # of depth l, for each item in order
+        new = items == 0
         for level in range(codes.shape[1]):
-            new = new | (np.diff(ordered[:, level], prepend=-1) != 0)
-            parent = node[new]
-            first = np.searchsorted(parent, np.arange(count + 1))
-            node, count = np.cumsum(new) - 1, len(parent)
-            items = np.bincount(node, minlength=count)
-            arrays = {"first": first, "parent": parent, "token": ordered[new, level], "items": items}
+            code = codes[order, level]
+            new[1:] |= code[1:] != code[:-1]
+            begin = new.nonzero()[:, 0]
+            parent = node[begin]
+            first = torch.searchsorted(parent, torch.arange(count + 1, device=codes.device))
+            node, count = new.cumsum(0) - 1, len(parent)
+            leaves = torch.cat([begin, begin.new_tensor([len(codes)])])
+            arrays = {"first": first, "parent": parent, "token": code[begin], "leaves": leaves}
             for name, array in arrays.items():
                 self._add(f"{name}_{level}", array)
             self.counts.append(count)
-            self.most_children.append(int(np.diff(first).max(initial=0)))
+            self.most_children.append(int(first.diff().max()))
         if count < len(order):
             raise ValueError("two items have the same codes")
 
@@ -76,9 +83,15 @@ class CodeTrie(nn.Module):
         """Returns [edges]: the code of each edge of the nodes of depth `level`."""
         return self.get_buffer(f"token_{level}")
 
-    def items(self, level: int) -> Tensor:
-        """Returns [edges]: the number of items below each edge of the nodes of depth `level`."""
-        return self.get_buffer(f"items_{level}")
+    def leaves(self, level: int) -> Tensor:
+        """Returns [edges + 1]: the first leaf below each edge of the nodes of depth `level`, then their
+        number."""
+        return self.get_buffer(f"leaves_{level}")
+
+    def edges(self, level: int) -> TrieEdges:
+        """Returns the edges of the nodes of depth `level`."""
+        tensors = (self.first(level), self.token(level), self.leaves(level))
+        return TrieEdges(*tensors, self.leaf.shape[0], self.most_children[level])
 
     def path(self, items: Tensor) -> list[Tensor]:
         """Returns for each level the edge on the path to each of the given items, int64 [n] each."""
@@ -87,5 +100,5 @@ class CodeTrie(nn.Module):
             edges.insert(0, self.parent(level)[edges[0]].long())
         return edges
 
-    def _add(self, name: str, array: np.ndarray) -> None:
-        self.register_buffer(name, torch.from_numpy(array.astype(np.int32)), persistent=False)
+    def _add(self, name: str, array: Tensor) -> None:
+        self.register_buffer(name, array.int(), persistent=False)

@@ -24,6 +24,7 @@ from recsys.config import features
 from recsys.data.batch import Batch, LayoutRule
 from recsys.models.base import Model, layout_rule
 from recsys.modules.embedding import LookedUp, vectors_of
+from recsys.scoring.recorded import leave_capture
 from recsys.training.cuda_graphs import StepGraph
 from recsys.training.padded_inputs import Columns, PaddedInputs, Sizes
 from recsys.training.totals import Totals, WeightedLoss, add_up
@@ -203,7 +204,7 @@ class Recorder:
         reason = str(error).strip().splitlines()[0]
         log.warning("steps are not recorded as CUDA graphs, which would be faster: %s", reason)
         self.record = False
-        _leave_capture()
+        leave_capture()
 
     @staticmethod
     def _require_no_waiting(compute: Callable[[], Totals], inputs: list[Tensor]) -> None:
@@ -214,15 +215,6 @@ class Recorder:
             torch.autograd.grad(compute().loss, inputs, allow_unused=True)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-
-
-def _leave_capture() -> None:
-    """Gives the device's random number generator a new state. After a failed capture the old state would make
-    it believe that the capture is still running."""
-    fresh = torch.Generator("cuda")
-    torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(
-        fresh.graphsafe_get_state()
-    )
 
 
 def recorder_for(

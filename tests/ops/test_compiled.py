@@ -228,6 +228,17 @@ def order(columns, padded) -> Case:
     return Case(order_kernel, {}, constants)
 
 
+def beams(name, values, children) -> Case:
+    from recsys.ops.beam_step import triton_kernels, triton_launch
+
+    types = dict.fromkeys(("logits", "scores", "out_scores"), "*fp32")
+    types |= dict.fromkeys(("first", "token", "leaves", "seen_before"), "*i32")
+    sizes = {"BLOCK": triton_launch.READ, "STEP": triton_launch.STEP}
+    if name == "score_kernel":
+        sizes = triton_launch.sizes_of(values, children)
+    return Case(getattr(triton_kernels, name), types, sizes | {"CHILDREN": children})
+
+
 def cases(build: Callable[..., Case], usual: list[tuple], slow: Iterable[tuple] = ()) -> list[Any]:
     """Parameters of the test: a function, and the arguments with which it builds a case. `slow` may have the
     usual ones, too."""
@@ -299,6 +310,7 @@ ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
     + cases(work_items, [(True, True, 128, 128), (False, True, 192, 64), (False, False, 128, 64)], ITEMS)
     + cases(cached_work_items, [(True,)], [(False,)])
     + cases(order, [(NUM_COLUMNS, 16), (NUM_CACHED_COLUMNS, 32)])
+    + cases(beams, [("score_kernel", 256, 256), ("read_kernel", 256, 256)], [("score_kernel", 4096, 4096)])
     + cases(tokens, [("tokens_kernel",), ("source_kernel",)]),
 )
 def test_it_fits_and_accesses_are_wide(build, arguments, tmp_path):
