@@ -1,9 +1,9 @@
 """Caches of contextual and history tokens, with which targets can be scored alone.
 
-Attention keeps the keys and values of all tokens, linear attention a state of constant size. Caches are plain
-values: a mixer's `prefill` returns a cache, `score` reads it, and `extend` returns a new one. No module stores
-any part of a cache, so a caller can keep it, move it to the host and back, select samples from it, and drop
-it.
+Attention keeps the keys and values of all tokens, linear attention a state of constant size. Caches are
+plain values: a mixer's `prefill` returns a cache, `score` reads it, and `extend` returns a new one. No
+module stores any part of a cache, so a caller can keep it, move it to the host and back, select samples
+from it, and drop it.
 """
 
 from collections.abc import Callable, Sequence

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 class UserFiles:
     """Keeps users in files, least recently used first. Not for several threads at once.
 
-    Files of earlier processes are found again. Files of other versions count against the bound until they are
-    the oldest ones. Each store that uses a folder keeps the bound for the files that it knows, so two stores at
-    the same time may pass it together.
+    Files of earlier processes are found again. Files of other versions count against the bound until they
+    are the oldest ones. Each store that uses a folder keeps the bound for the files that it knows, so two
+    stores at the same time may pass it together.
 
     Args:
         folder: the folder, which is made if it does not exist.
