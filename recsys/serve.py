@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from recsys import cli, environment
 from recsys.errors import ConfigError, InstallationError
-from recsys.serve_flags import add_flags, check, first_config, folders
+from recsys.serve_flags import add_flags, check, first_config, folders, user_store
 
 _MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def run(call: cli.Call) -> None:
         flags.page_rows,
         flags.item_names,
         flags.verify_key,
-        flags.user_store_mib,
+        user_store(flags),
     )
     server.serve(
         folders(flags),

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from recsys import protos as pb
 from recsys.errors import ConfigError
 from recsys.flags import between
 from recsys.package_flags import add_verify_key, package_folder, packaged_config
@@ -31,6 +32,15 @@ def check(flags: argparse.Namespace, token: str | None) -> None:
         raise ConfigError("--item-names: it is for the page; give --page-rows, the rows of its users")
     if flags.page_rows and token is not None:
         raise ConfigError("--page-rows: a browser sends no token, so a server with a token has no page")
+
+
+def user_store(flags: argparse.Namespace) -> pb.UserStore | None:
+    """Returns the fields of a store of users that the flags set; None if they set none."""
+    given = {"host_mib": flags.user_store_mib}
+    if flags.user_store_folder is not None:
+        given["disk"] = pb.UserFolder(folder=flags.user_store_folder, mib=flags.user_store_folder_mib)
+    given = {name: value for name, value in given.items() if value is not None}
+    return pb.UserStore(**given) if given else None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +78,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         type=between(1, 10**6, int),
         help="memory for encoded users, who are kept from request to request (default: as exported)",
+    )
+    group.add_argument(
+        "--user-store-folder",
+        metavar="DIR",
+        help="folder for users who leave this memory (default: they are dropped)",
+    )
+    group.add_argument(
+        "--user-store-folder-mib",
+        metavar="MIB",
+        type=between(1, 10**8, int),
+        help="size of this folder (default: 16384)",
     )
     for name, kind, default, least, about in (
         ("port", int, 8000, 0, "port to listen on; 0 picks a free one"),

@@ -72,10 +72,13 @@ class CachedPrograms:
         pipeline: the resolved config of the package.
         cache_spec: describes the tensors of a cache.
         prefill, cached: the programs, which map flat inputs to flat outputs.
+
+    Attributes:
+        cache_spec: describes the tensors of a cache.
     """
 
     def __init__(self, pipeline: pb.Pipeline, cache_spec: CacheSpec, prefill: Run, cached: Run):
-        self._pipeline, self._cache_spec = pipeline, cache_spec
+        self._pipeline, self.cache_spec = pipeline, cache_spec
         self._run_prefill, self._run_cached = prefill, cached
         self._names = [spec.name for spec in scoring_signature(pipeline)]
         self._prefill_names = [spec.name for spec in prefill_signature(pipeline)]
@@ -120,11 +123,11 @@ class CachedPrograms:
 
     def _fill(self, named: Mapping[str, Tensor]) -> UserCache:
         tensors = self._run_prefill([named[name] for name in self._prefill_names])
-        names = [spec.name for spec in self._cache_spec.specs()]
-        return self._cache_spec.cache(dict(zip(names, tensors, strict=True)))
+        names = [spec.name for spec in self.cache_spec.specs()]
+        return self.cache_spec.cache(dict(zip(names, tensors, strict=True)))
 
     def _score(self, named: Mapping[str, Tensor], cache: UserCache) -> Tensor:
-        (output,) = self._run_cached(cached_inputs(self._pipeline, self._cache_spec, named, cache))
+        (output,) = self._run_cached(cached_inputs(self._pipeline, self.cache_spec, named, cache))
         return output.float()
 
 

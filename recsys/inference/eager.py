@@ -16,6 +16,7 @@ from recsys.inference.exporter import catalogue
 from recsys.models.base import Model, layout_rule
 from recsys.ops import TopK
 from recsys.scoring.cache import UserCache
+from recsys.scoring.cached_signature import CacheSpec
 from recsys.scoring.prefill import CachedModel, keeps_cache
 from recsys.scoring.recorded import RecordedScoring
 from recsys.scoring.signature import ScoringGraph, inputs_of
@@ -85,6 +86,11 @@ class EagerPackage:
     def keeps_cache(self) -> bool:
         """Whether histories can be encoded separately from candidates."""
         return self._cached is not None
+
+    @property
+    def cache_spec(self) -> CacheSpec | None:
+        """Describes the tensors of a cache; None if the model scores without one."""
+        return None if self._cached is None else CacheSpec.of(self._cached.model)
 
     def prefill(self, batch: Batch) -> UserCache:
         """Encodes users and histories."""

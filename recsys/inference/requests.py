@@ -3,7 +3,7 @@
 from recsys import protos as pb
 
 
-def for_requests(pipeline: pb.Pipeline, store_mib: int | None = None) -> pb.Pipeline:
+def for_requests(pipeline: pb.Pipeline, store: pb.UserStore | None = None) -> pb.Pipeline:
     """Returns a package's config changed for requests.
 
     Keys need not be unique and are not read. Bad rows are left out, so that a row of one request costs others
@@ -11,12 +11,12 @@ def for_requests(pipeline: pb.Pipeline, store_mib: int | None = None) -> pb.Pipe
 
     Args:
         pipeline: the package's config, which is not changed.
-        store_mib: memory on the host for `predict.user_store`; None to keep what the package says.
+        store: fields that replace those of `predict.user_store`; None to keep what the package says.
     """
     changed = pb.Pipeline()
     changed.CopyFrom(pipeline)
     changed.data.ClearField("key_columns")
     changed.data.bad_rows.policy = pb.BadRows.SKIP
-    if store_mib is not None:
-        changed.predict.user_store.host_mib = store_mib
+    if store is not None:
+        changed.predict.user_store.MergeFrom(store)
     return changed

@@ -6,6 +6,7 @@ batches are made, so that the history is packed and encoded once.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from recsys.data.convert.column_block import ColumnBlock, FlatColumn
 from recsys.inference.package import Package
 from recsys.inference.rows import bounded_runs, in_pieces
 from recsys.scoring.cache import UserCache
+from recsys.scoring.cached_signature import CacheSpec
 from recsys.scoring.scorer import Scorer
 
 
@@ -35,6 +37,16 @@ class PackageProgram:
     def keeps_cache(self) -> bool:
         """Whether the package was exported with the programs that score with a cache."""
         return self.package.cached is not None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the package, whose manifest identifies the weights."""
+        return self.package.folder
+
+    @property
+    def cache_spec(self) -> CacheSpec | None:
+        """Describes the tensors of a cache; None without these programs."""
+        return None if self.package.cached is None else self.package.cached.cache_spec
 
     def run(self, batch: Batch) -> Tensor:
         """Scores a batch in one pass."""

@@ -1,10 +1,13 @@
 """Scores rows whose users' caches are kept between batches and requests, where this is faster."""
 
+import hashlib
+import json
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +17,15 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.convert.column_block import ColumnBlock
 from recsys.errors import ConfigError
+from recsys.files import MANIFEST
+from recsys.inference.eager import EagerPackage
 from recsys.inference.fingerprints import Fingerprints, later_events
-from recsys.inference.shared_rows import without
+from recsys.inference.shared_rows import PackageProgram, without
 from recsys.models.base import layout_rule
 from recsys.modules.cache import NotExtendableError
 from recsys.scoring.cache import UserCache
 from recsys.scoring.scorer import Scorer
+from recsys.scoring.user_files import UserFiles
 from recsys.scoring.user_store import StoredUser, UserStore
 
 REUSED, EXTENDED, ENCODED, WITHOUT = "reused", "extended", "encoded", "without"
@@ -204,7 +210,8 @@ def open_store(
     """Returns scores with the store of `predict.user_store`; None if the config has none.
 
     Raises:
-        ConfigError: the package was exported without the programs that score with a cache.
+        ConfigError: the package was exported without the programs that score with a cache; or the store has a
+            folder that cannot be used, or that a model in memory cannot use.
     """
     if not pipeline.predict.HasField("user_store"):
         return None
@@ -214,8 +221,28 @@ def open_store(
             "export.cached_scoring: true, or remove this setting"
         )
     memory = pipeline.predict.user_store
-    store = UserStore(scorer.program.device, memory.host_mib * _MIB, memory.device_mib * _MIB)
+    disk = _user_files(scorer.program, pipeline) if memory.HasField("disk") else None
+    store = UserStore(scorer.program.device, memory.host_mib * _MIB, memory.device_mib * _MIB, disk)
     return StoredScores(scorer, to_batch, pipeline, store, observe)
+
+
+def _user_files(program: PackageProgram | EagerPackage, pipeline: pb.Pipeline) -> UserFiles:
+    """Opens the files of users of the program's weights."""
+    settings = pipeline.predict.user_store.disk
+    if program.folder is None:
+        raise ConfigError(
+            "predict.user_store.disk: nothing identifies the weights of a model in memory; load a package "
+            "or a checkpoint, or remove this setting"
+        )
+    version = hashlib.blake2b((program.folder / MANIFEST).read_bytes())
+    for part in (pipeline.features, (pipeline.model,)):
+        for message in part:
+            version.update(message.SerializeToString(deterministic=True))
+    version.update(json.dumps(program.cache_spec.to_json()).encode())
+    try:
+        return UserFiles(Path(settings.folder), settings.mib * _MIB, version.digest(), program.cache_spec)
+    except OSError as error:
+        raise ConfigError(f"predict.user_store.disk.folder: {error}; name another folder") from error
 
 
 def _keys(block: ColumnBlock, digests: Sequence[bytes]) -> list[Hashable]:

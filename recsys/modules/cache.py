@@ -1,17 +1,19 @@
-"""Caches of keys and values of contextual and history tokens, with which targets can be scored alone.
+"""Caches of contextual and history tokens, with which targets can be scored alone.
 
-Caches are plain values: a mixer's `prefill` returns a cache, `score` reads it, and `extend` returns a new
-one. No module stores any part of a cache, so a caller can keep it, move it to the host and back, select
-samples from it, and drop it.
+Attention keeps the keys and values of all tokens, linear attention a state of constant size. Caches are
+plain values: a mixer's `prefill` returns a cache, `score` reads it, and `extend` returns a new one. No
+module stores any part of a cache, so a caller can keep it, move it to the host and back, select samples
+from it, and drop it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from recsys.modules.recurrent_cache import StateStage
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import Selection, SequenceLayout, gather_rows
 
@@ -119,46 +121,53 @@ class CacheStage:
         return (*times, *self.keys, *self.values)
 
 
+Stage: TypeAlias = CacheStage | StateStage
+"""What consecutive layers keep."""
+
+
 @dataclass(frozen=True)
 class StageSpec:
-    """Describes the shape of a `CacheStage` for packages.
+    """Describes the tensors of a `CacheStage` or a `StateStage` for packages.
 
     Attributes:
         name: identifier of the stage.
         stack: index of the stage's stack.
         channels: indices of the channels whose tokens the stage holds.
         num_layers: number of layers.
+        has_times: whether the layers read times.
         tail_len: number of history tokens that a truncation keeps; None if all are kept.
-        has_times: whether a bias reads timestamps.
         num_heads, qk_dim, v_dim: shape of a token's keys and values.
+        states: shapes [heads, D, V] of the states of all layers; the stage has no keys and values then.
     """
 
     name: str
     stack: int
     channels: list[int]
     num_layers: int
-    tail_len: int | None
     has_times: bool
-    num_heads: int
-    qk_dim: int
-    v_dim: int
+    tail_len: int | None = None
+    num_heads: int = 0
+    qk_dim: int = 0
+    v_dim: int = 0
+    states: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class MixerCache:
-    """The keys and values that a mixer keeps for B samples.
+    """What a mixer keeps of B samples.
 
     Attributes:
         stacks: for each stack of layers, or group of stacks that run as one batch, its stages.
     """
 
-    stacks: tuple[tuple[CacheStage, ...], ...]
+    stacks: tuple[tuple[Stage, ...], ...]
 
     @classmethod
     def join(cls, caches: Sequence["MixerCache"]) -> "MixerCache":
         """Joins the samples of caches of the same mixer, in order."""
         stacks = zip(*(cache.stacks for cache in caches), strict=True)
-        return cls(tuple(tuple(map(CacheStage.join, zip(*stages, strict=True))) for stages in stacks))
+        joined = [[type(same[0]).join(same) for same in zip(*stages, strict=True)] for stages in stacks]
+        return cls(tuple(map(tuple, joined)))
 
     def select(self, samples: Sequence[int]) -> "MixerCache":
         """Returns a copy with these samples in this order; a sample may occur more than once."""
@@ -170,41 +179,85 @@ class MixerCache:
 
     @property
     def num_bytes(self) -> int:
-        """The size of timestamps, keys and values in bytes."""
+        """The size of all tensors but lengths in bytes."""
         return sum(stage.num_bytes for stack in self.stacks for stage in stack)
 
-    def _map(self, change: Callable[[CacheStage], CacheStage]) -> "MixerCache":
+    def _map(self, change: Callable[[Stage], Stage]) -> "MixerCache":
         return MixerCache(tuple(tuple(map(change, stack)) for stack in self.stacks))
 
 
-@runtime_checkable
-class CachingMixer(Protocol):
-    """A mixer that can score with a cache."""
+class Encoded(NamedTuple):
+    """The result of `CachingMixer.encode`.
+
+    Attributes:
+        cache: the cache.
+        sequence: the mixed tokens; None unless they were asked for.
+    """
+
+    cache: MixerCache
+    sequence: JaggedSequence | None
+
+
+class CachingMixer:
+    """A mixer that can score with a cache; a base class beside `Mixer`."""
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the mixer can in fact score with a cache."""
+        return True
 
     @property
     def target_group_size(self) -> int:
         """The number of consecutive targets that can only be scored together."""
-        ...
+        return 1
 
-    def prefill(self, sequence: JaggedSequence) -> MixerCache:
-        """Computes the keys and values of contextual and history tokens."""
-        ...
+    def encode(
+        self, sequence: JaggedSequence, cache: MixerCache | None = None, *, mixes: bool = False
+    ) -> Encoded:
+        """Adds contextual and history tokens to a cache, which does not change; see `prefill` and `extend`.
+
+        Args:
+            sequence: the tokens.
+            cache: the cache of the tokens before them; None if there are none.
+            mixes: whether to return the mixed tokens too, for a mixer that follows.
+        """
+        raise NotImplementedError
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
-        """Mixes targets, which attend to the tokens of the cache."""
-        ...
-
-    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """Returns the cache of the histories with these tokens appended."""
-        ...
+        """Mixes targets as `forward` mixes them after the tokens of the cache."""
+        raise NotImplementedError
 
     def cache_stages(self) -> list[StageSpec]:
         """Describes the stages of the mixer's caches, stack by stack."""
-        ...
+        raise NotImplementedError
+
+    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+        """Returns the cache of contextual and history tokens.
+
+        Raises:
+            ValueError: there are targets.
+            RuntimeError: the mixer is in training mode.
+        """
+        return self.encode(sequence).cache
+
+    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
+        """Returns the cache of the histories with these tokens appended.
+
+        Raises:
+            NotExtendableError: the cache would differ from that of `prefill`.
+            ValueError: there are tokens other than history.
+            RuntimeError: the mixer is in training mode.
+        """
+        return self.encode(sequence, cache).cache
 
 
 class NotExtendableError(ValueError):
     """Later events would change the cached keys and values of earlier tokens; names the setting."""
+
+
+def caches(mixer: nn.Module) -> bool:
+    """Returns whether the mixer can score with a cache."""
+    return isinstance(mixer, CachingMixer) and mixer.keeps_cache
 
 
 def require_caching(mixer: nn.Module) -> CachingMixer:
@@ -213,12 +266,33 @@ def require_caching(mixer: nn.Module) -> CachingMixer:
     Raises:
         ValueError: the mixer cannot score with a cache.
     """
-    if not isinstance(mixer, CachingMixer):
-        name = type(mixer).__name__
-        raise ValueError(
-            f"{name} cannot score with a cache; score whole rows, or train with HstuMixer or SasRecMixer"
-        )
+    if not caches(mixer):
+        problem = f"{type(mixer).__name__} cannot score with a cache"
+        raise ValueError(f"{problem}; score whole rows, or train with a mixer that can, such as HstuMixer")
     return mixer
+
+
+def require_evaluation(*modules: nn.Module) -> None:
+    """Raises RuntimeError if any module is in training mode."""
+    if any(module.training for module in modules):
+        raise RuntimeError("a cache is for a model in evaluation mode: call eval() first")
+
+
+def require_prefix(layout: SequenceLayout) -> None:
+    """Raises ValueError if there are targets, which `prefill` does not take."""
+    if layout.total_targets:
+        raise ValueError(
+            f"prefill takes only contextual and history tokens, but {layout.total_targets} targets are given"
+        )
+
+
+def require_events(layout: SequenceLayout) -> None:
+    """Raises ValueError if there are tokens other than history, which `extend` does not take."""
+    if layout.num_contextual or layout.total_targets:
+        raise ValueError(
+            f"extend takes only new events, but {layout.num_contextual} contextual tokens per sample and "
+            f"{layout.total_targets} targets are given"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,26 +55,61 @@ class Weights(NamedTuple):
     log_decay: Tensor
 
 
-def time_clock(sequence: JaggedSequence, periods: Tensor) -> Clock:
+class Past(NamedTuple):
+    """The contextual and history tokens that precede each of B samples, as far as clocks read them.
+
+    Attributes:
+        lengths: int64 [B], number of tokens.
+        num_contextual: number of contextual tokens among them.
+        newest: int64 [B], the time of the newest event in seconds, any number where there is no event; None
+            if no clock reads times.
+    """
+
+    lengths: Tensor
+    num_contextual: int
+    newest: Tensor | None
+
+
+def time_clock(sequence: JaggedSequence, periods: Tensor, past: Past | None = None) -> Clock:
     """Reads the times of tokens in seconds; a token's query is the time of the next token.
 
     Contextual tokens have no time, so no token reads them, and their distances are 0.
+
+    Args:
+        sequence: whole samples, or targets alone or events alone if `past` is given.
+        periods: P periods in seconds.
+        past: the tokens before those of the sequence.
     """
     layout, times, wanted = sequence.layout, sequence.timestamps, sequence.next_timestamps
     is_contextual = layout.positions() < layout.num_contextual
     before = times.index_select(0, _row_before(layout))
+    if past is not None and past.newest is not None:
+        sample = layout.sample_ids()
+        has_events = (past.lengths > past.num_contextual).index_select(0, sample)
+        follows = has_events & (_place(layout) == 0)
+        before = torch.where(follows, past.newest.index_select(0, sample), before)
     elapsed = torch.where(is_contextual, 0, times - before)
     ahead = torch.where(is_contextual, 0, wanted - times)
     return _clock(sequence.values, periods, times, wanted, elapsed, ahead, ~is_contextual)
 
 
-def position_clock(sequence: JaggedSequence, periods: Tensor) -> Clock:
-    """Reads positions in tokens; all targets have the same position, directly after the history."""
+def position_clock(sequence: JaggedSequence, periods: Tensor, past: Past | None = None) -> Clock:
+    """Reads positions in tokens; all targets have the same position, directly after the history.
+
+    The arguments are those of `time_clock`, with periods in tokens.
+    """
     layout = sequence.layout
-    end = layout.history_end.index_select(0, layout.sample_ids())
-    place = torch.minimum(layout.positions(), end)
+    place = _place(layout)
+    if past is not None:
+        place = place + past.lengths.index_select(0, layout.sample_ids())
     step, nothing = place.clamp(max=1), torch.zeros_like(place)
     return _clock(sequence.values, periods, place, place, step, nothing, place >= 0)
+
+
+def _place(layout: SequenceLayout) -> Tensor:
+    """Returns the position of each token in its sample, int64 [T]; the end of the history for targets."""
+    end = layout.history_end.index_select(0, layout.sample_ids())
+    return torch.minimum(layout.positions(), end)
 
 
 def _row_before(layout: SequenceLayout) -> Tensor:

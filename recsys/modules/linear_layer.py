@@ -48,6 +48,18 @@ class Recurrence(NamedTuple):
     beta: Tensor | None = None
 
 
+class Proceeded(NamedTuple):
+    """The result of a layer for tokens that follow others.
+
+    Attributes:
+        values: [T, E].
+        states: for each recurrence, the state after the history, [B, heads, D, V] in float32 or wider.
+    """
+
+    values: Tensor
+    states: tuple[Tensor, ...]
+
+
 class LinearConfig(NamedTuple):
     """Sizes and settings of a layer.
 
@@ -116,12 +128,41 @@ class LinearLayer(nn.Module):
             layout: layout of the tokens.
             clocks: a clock for each channel.
         """
+        return self.proceed(x, layout, clocks).values
+
+    def proceed(
+        self,
+        x: Tensor,
+        layout: SequenceLayout,
+        clocks: Mapping[str, Clock],
+        states: Sequence[Tensor] | None = None,
+    ) -> Proceeded:
+        """Runs `forward` on tokens that follow others.
+
+        Args:
+            x: the tokens, [T, E].
+            layout: layout of the tokens.
+            clocks: a clock for each channel.
+            states: the states after the tokens before, in the shapes of `state_shapes`; None for zeros.
+        """
         u, recurrences = self.project(x, clocks)
-        outputs = [
-            linear_attention(r.q, r.k, r.v, r.log_decay, layout, beta=r.beta, backend=self.backend).out
-            for r in recurrences
+        results = [
+            linear_attention(
+                r.q, r.k, r.v, r.log_decay, layout, beta=r.beta, initial_state=state, backend=self.backend
+            )
+            for r, state in zip(recurrences, states or [None] * len(recurrences), strict=True)
         ]
-        return self.finish(x, u, torch.cat(outputs, dim=1))
+        values = self.finish(x, u, torch.cat([result.out for result in results], dim=1))
+        return Proceeded(values, tuple(result.final_state for result in results))
+
+    @property
+    def state_shapes(self) -> list[list[int]]:
+        """The shape [heads, D, V] of a sample's state in each recurrence of `project`."""
+        shapes = [[self.num_heads, self.qk_dim, self.v_dim]]
+        if self.channels:
+            (width,) = {2 * channel.num_periods for channel in self.channels.values()}
+            shapes.append([self.num_heads * len(self.channels), width, self.v_dim])
+        return shapes
 
     def project(self, x: Tensor, clocks: Mapping[str, Clock]) -> tuple[Tensor, list[Recurrence]]:
         """Runs the first half of `forward`.

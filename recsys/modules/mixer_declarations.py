@@ -114,6 +114,8 @@ class SasRecDeclaration(MixerDeclaration):
 class LinearDeclaration(MixerDeclaration):
     """Declares `LinearMixer`."""
 
+    keeps_cache = True
+
     @property
     def reads_times(self) -> bool:
         """Whether the mixer has a time channel."""
@@ -135,6 +137,11 @@ class LinearDeclaration(MixerDeclaration):
 @declare(pb.HybridMixer)
 class HybridDeclaration(MixerDeclaration):
     """Declares `HybridMixer`, whose mixers each declare themselves."""
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether all mixers can score with a cache."""
+        return all(mixer.keeps_cache for mixer in self._mixers())
 
     @property
     def reads_times(self) -> bool:

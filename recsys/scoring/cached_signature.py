@@ -5,7 +5,7 @@ plain tensors, which `CacheSpec` describes and converts from and to a `UserCache
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,7 +16,9 @@ from recsys.config import features
 from recsys.models.base import Model, layout_rule
 from recsys.models.signature import TensorSpec
 from recsys.modules.cache import CacheStage, MixerCache, Prefix, StageSpec
+from recsys.modules.distance_channels import Past
 from recsys.modules.precision import COMPUTE_DTYPES
+from recsys.modules.recurrent_cache import StateStage
 from recsys.ops import SequenceLayout, offsets_from_lengths
 from recsys.scoring.cache import UserCache
 from recsys.scoring.prefill import CachedModel
@@ -101,6 +103,11 @@ class CacheSpec:
             for stage in stages:
                 tensors = [inputs[spec.name] for spec in stage_tensors(stage, dtype)]
                 times = tensors.pop(0) if stage.has_times else None
+                if stage.states:
+                    (tokens,) = self._lengths(stage, lengths)
+                    past = Past(tokens, self.num_contextual, times)
+                    stack.append(StateStage(past, tuple(tensors)))
+                    continue
                 keys, values = tensors[: stage.num_layers], tensors[stage.num_layers :]
                 layout = self._layout(stage, lengths, keys[0], inputs.get(steps_of(stage).name))
                 stack.append(CacheStage(layout, times, tuple(keys), tuple(values)))
@@ -110,9 +117,7 @@ class CacheSpec:
     def _layout(
         self, stage: StageSpec, lengths: Tensor, keys: Tensor, bound: Tensor | None
     ) -> SequenceLayout:
-        by_channel = [lengths[channel] for channel in stage.channels]
-        if stage.tail_len is not None:
-            by_channel = [n.clamp(max=self.num_contextual + stage.tail_len) for n in by_channel]
+        by_channel = self._lengths(stage, lengths)
         if bound is None:
             parts = [SequenceLayout(n, None, self.num_contextual) for n in by_channel]
             return SequenceLayout.join(parts) if len(parts) > 1 else parts[0]
@@ -127,9 +132,22 @@ class CacheSpec:
             total_targets=0,
         )
 
+    def _lengths(self, stage: StageSpec, lengths: Tensor) -> list[Tensor]:
+        """Returns the number of tokens of each sample, int64 [B], in each channel of a stage."""
+        by_channel = [lengths[channel] for channel in stage.channels]
+        if stage.tail_len is None:
+            return by_channel
+        return [n.clamp(max=self.num_contextual + stage.tail_len) for n in by_channel]
+
 
 def stage_tensors(stage: StageSpec, dtype: torch.dtype) -> list[TensorSpec]:
-    """Describes a stage's tensors: timestamps if any, then the keys and then the values of each layer."""
+    """Describes a stage's tensors: timestamps if any, then states, or the keys and values of each layer."""
+    if stage.states:
+        specs = [TensorSpec(f"{stage.name}.newest", torch.int64, (ROWS,))] if stage.has_times else []
+        wide = torch.promote_types(dtype, torch.float32)
+        for number, shape in enumerate(stage.states):
+            specs.append(TensorSpec(f"{stage.name}.state_{number}", wide, (ROWS, *map(str, shape))))
+        return specs
     tokens, heads = f"{stage.name}_tokens", str(stage.num_heads)
     specs = [TensorSpec(f"{stage.name}.timestamps", torch.int64, (tokens,))] if stage.has_times else []
     for kind, width in (("keys", stage.qk_dim), ("values", stage.v_dim)):
@@ -141,6 +159,11 @@ def stage_tensors(stage: StageSpec, dtype: torch.dtype) -> list[TensorSpec]:
 def steps_of(stage: StageSpec) -> TensorSpec:
     """Describes the tensor whose shape gives a stage's longest sample, like `steps` of the scoring graph."""
     return TensorSpec(f"{stage.name}.{STEPS}", torch.int64, (f"{stage.name}_longest",))
+
+
+def _with_tokens(stages: Iterable[StageSpec]) -> list[StageSpec]:
+    """Returns the stages that hold tokens, not states."""
+    return [stage for stage in stages if not stage.states]
 
 
 def prefill_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
@@ -157,7 +180,7 @@ def cached_signature(pipeline: pb.Pipeline, cache: CacheSpec) -> list[TensorSpec
     """
     names = _candidate_inputs(pipeline)
     candidates = [spec for spec in scoring_signature(pipeline) if spec.name in names or spec.name == STEPS]
-    return [*candidates, *cache.specs(), *(steps_of(stage) for stage in cache.stages)]
+    return [*candidates, *cache.specs(), *map(steps_of, _with_tokens(cache.stages))]
 
 
 def cached_inputs(
@@ -172,6 +195,8 @@ def cached_inputs(
     named = dict(inputs) | {STEPS: steps(longest, cache.prefix.lengths.device)}
     named |= {tensor.name: value for tensor, value in zip(spec.specs(), spec.flatten(cache), strict=True)}
     for stage, tensors in zip(spec.stages, _all_stages(cache), strict=True):
+        if stage.states:
+            continue
         named[steps_of(stage).name] = steps(tensors.layout.max_len, tensors.layout.device)
     return tuple(named[tensor.name] for tensor in cached_signature(pipeline, spec))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.models.base import Model
-from recsys.modules.cache import CachingMixer, require_caching
+from recsys.modules.cache import caches, require_caching
 from recsys.scoring.cache import UserCache
 from recsys.scoring.user_candidate_split import UserCandidateSplit
 
@@ -19,7 +19,7 @@ def keeps_cache(model: nn.Module) -> bool:
     """Returns whether the model declares that it can score with a cache, and its mixer can use one."""
     if not isinstance(model, Model) or not model_of(model.pipeline).keeps_cache:
         return False
-    return isinstance(model.mixer, CachingMixer)
+    return caches(model.mixer)
 
 
 class CachedModel:

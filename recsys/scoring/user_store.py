@@ -1,13 +1,14 @@
-"""`UserStore`: keeps encoded users in memory between batches and requests.
+"""`UserStore`: keeps encoded users between batches and requests.
 
-Users lie on the model's device, and the least recently used ones on the host, each within a bound in bytes.
-The store belongs to one set of weights: new weights need a new store.
+Users lie on the model's device, less recently used ones on the host and then in files, each within a bound in
+bytes. The store belongs to one set of weights: new weights need a new store.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,26 @@ class StoredUser:
         return StoredUser(self.digest, self.num_events, self.cache.to(device))
 
 
+class Tier(Protocol):
+    """A part of a store, which keeps its most recently used users within a bound.
+
+    Attributes:
+        num_bytes: size of all users.
+    """
+
+    num_bytes: int
+
+    def __len__(self) -> int: ...
+
+    def add(self, key: Hashable, user: StoredUser) -> list[tuple[Hashable, StoredUser]]:
+        """Adds a user who is not here; returns those who leave for the next tier."""
+        ...
+
+    def pop(self, key: Hashable) -> StoredUser | None:
+        """Removes and returns a user; None if it is not here."""
+        ...
+
+
 class UserStore:
     """Keeps the most recently used users. Several threads may use it at once.
 
@@ -44,11 +65,16 @@ class UserStore:
         device: the model's device, to which `get` returns users.
         host_bytes: bound on the memory on the host.
         device_bytes: bound on the memory on a GPU; ignored on a CPU.
+        files: the last tier, usually `UserFiles`; None to drop the users who leave the host.
     """
 
-    def __init__(self, device: torch.device, host_bytes: int, device_bytes: int = 0):
-        host = _Tier(torch.device("cpu"), host_bytes)
-        self._tiers = [host] if device.type == "cpu" else [_Tier(device, device_bytes), host]
+    def __init__(
+        self, device: torch.device, host_bytes: int, device_bytes: int = 0, files: Tier | None = None
+    ):
+        self._tiers: list[Tier] = [] if device.type == "cpu" else [_Memory(device, device_bytes)]
+        self._tiers.append(_Memory(torch.device("cpu"), host_bytes))
+        if files is not None:
+            self._tiers.append(files)
         self._device, self._lock = device, threading.Lock()
 
     def get(self, key: Hashable) -> StoredUser | None:
@@ -83,7 +109,7 @@ class UserStore:
             leaving = [evicted for pair in leaving for evicted in tier.add(*pair)]
 
 
-class _Tier:
+class _Memory:
     """Users on one device, least recently used first."""
 
     def __init__(self, device: torch.device, most_bytes: int):

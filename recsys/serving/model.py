@@ -51,11 +51,11 @@ class StoreOptions(NamedTuple):
     """Settings of a store of users.
 
     Attributes:
-        mib: memory on the host; None for what the package says.
+        settings: fields that replace those of the package; None for what the package says.
         observe: called with the way and the number of rows that were scored in it.
     """
 
-    mib: int | None = None
+    settings: pb.UserStore | None = None
     observe: Callable[[str, int], None] = lambda way, rows: None
 
 
@@ -71,7 +71,7 @@ class ServingModel:
         requests: bounds of a request.
         batches: bounds of batches and of the queue.
         observe: called with the number of rows of each batch.
-        store: memory for a store of users, and who observes it.
+        store: a store of users, and who observes it.
 
     Attributes:
         folder: folder of the package.
@@ -97,7 +97,7 @@ class ServingModel:
         self.version = f"step-{package.description.step}-{files.sha256(self.folder / files.MANIFEST)[:12]}"
         self.recommends = package.items is not None
         keys = list(package.pipeline.data.key_columns)
-        pipeline = for_requests(package.pipeline, store.mib)
+        pipeline = for_requests(package.pipeline, store.settings)
         self._predictor = Predictor(package, pipeline, store.observe)
         searched = self._predictor.item if package.items is not None else None
         outputs = output_types(package.pipeline, package.description.outputs, searched)

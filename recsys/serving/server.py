@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvicorn
 
+from recsys import protos as pb
 from recsys.errors import ConfigError, RecsysError
 from recsys.inference.package import Package
 from recsys.serving.application import ServingOptions, create_app
@@ -42,7 +43,7 @@ class ServerSettings:
         page_rows: files with rows of the users that the page at `/` knows; empty for no page.
         item_names: file with the names of items for that page.
         verify_key: file of the public key that must have signed each package, also at a reload.
-        store_mib: memory for a store of users; None for what each package says.
+        store: fields that replace those of each package's store of users; None for what the package says.
     """
 
     host: str
@@ -52,7 +53,7 @@ class ServerSettings:
     page_rows: Sequence[str] = ()
     item_names: str | None = None
     verify_key: Path | None = None
-    store_mib: int | None = None
+    store: pb.UserStore | None = None
 
 
 def serve(
@@ -77,7 +78,7 @@ def serve(
 
     def load(place: Path) -> ServingModel:
         package = Package(place, verify_key=settings.verify_key)
-        store = StoreOptions(settings.store_mib, lambda way, rows: metrics.store_rows.labels(way).inc(rows))
+        store = StoreOptions(settings.store, lambda way, rows: metrics.store_rows.labels(way).inc(rows))
         return ServingModel(package, requests, batches, lambda rows: metrics.batch_rows.observe(rows), store)
 
     def observer(name: str) -> Callable[[ServingModel], None]:

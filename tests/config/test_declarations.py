@@ -9,6 +9,7 @@ from recsys import protos as pb
 from recsys.config import registry
 from recsys.config.declarations import MixerDeclaration, ModelDeclaration, mixer_of, model_of
 from recsys.models import build_model, layout_rule
+from recsys.modules.cache import caches
 from tests.modules.pipelines import CHANNELS, RANKER, RETRIEVER, batch_of, pipeline_of, random_rows
 
 PREPARE = """
@@ -59,4 +60,4 @@ def test_models_do_what_their_family_declares(texts):
     assert len(scores) == len(batch.uih_lengths if searched else batch.candidate_timestamps)
     assert searched or scores.shape[1] == len(declared.outputs)
     assert declared.reads_candidates("predict") is not searched
-    assert hasattr(model.mixer, "prefill") == mixer_of(pipeline).keeps_cache
+    assert caches(model.mixer) == mixer_of(pipeline).keeps_cache

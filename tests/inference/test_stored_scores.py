@@ -4,8 +4,8 @@ The oracle is the same model without a store, which scores every row in one pass
 """
 
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +16,12 @@ import torch
 import recsys
 from recsys import config
 from recsys.errors import ConfigError
+from recsys.inference import stored_scores
 from recsys.inference.eager import EagerPackage
 from recsys.inference.predictor import Predictor
 from recsys.inference.stored_scores import ENCODED, EXTENDED, REUSED, WITHOUT, StoredScores
 from recsys.models import build_model
+from recsys.modules.mixer_declarations import LinearDeclaration
 
 CONFIG = "tests/integration/tiny.config"
 TABLE = pq.read_table("tests/data/kuairand/test.parquet")
@@ -32,6 +34,7 @@ CHANNELS = """model.ranker.preprocessor.contextual.channels=[
 MIXTURE = f"""model.ranker.mixer={{ mixture {{
   stacks {{ channel: "some" hstu {{ num_layers: 1 {HEADS} {BLIND} }} }}
   stacks {{ channel: "all" hstu {{ num_layers: 2 {HEADS} {BLIND} }} }} }} }}"""
+LINEAR = f"linear {{ num_layers: 2 {HEADS} form: DELTA time_channel: false }}"
 FORMS = {
     "grows": (START, f"model.ranker.mixer={{ hstu {{ num_layers: 2 {HEADS} {BLIND} }} }}"),
     "a truncation": (
@@ -43,6 +46,12 @@ FORMS = {
     "a channel's window": (START, CHANNELS % " max_events: 3", MIXTURE),
     "times between events": (START, CHANNELS % "", MIXTURE.replace("num_layers: 2", "num_layers: 2 bias {}")),
     "ages": (),
+    "states": (START, f"model.ranker.mixer={{ {LINEAR} }}"),
+    "hybrid": (
+        START,
+        f"model.ranker.mixer={{ hybrid {{ mixers {{ {LINEAR} }}"
+        f" mixers {{ sasrec {{ num_layers: 1 num_heads: 2 {BLIND} }} }} }} }}",
+    ),
 }
 
 
@@ -126,7 +135,7 @@ def test_scores_are_those_of_one_pass_whatever_happens(form, always):
         assert store.num_bytes <= store._tiers[0]._most_bytes
     ways = predictor.stored.rows
     assert ways[REUSED] > 0 and ways[ENCODED] > 8 and ways[WITHOUT] == 0
-    assert (ways[EXTENDED] > 0) == (form in ("grows", "a truncation", "channels"))
+    assert (ways[EXTENDED] > 0) == (form in ("grows", "a truncation", "channels", "states", "hybrid"))
 
 
 def test_threads_share_a_store(always):
@@ -161,6 +170,23 @@ def test_new_weights_forget_all_users(always):
     assert not before["is_click"].equals(after["is_click"])
 
 
+def test_files_serve_a_later_process_with_the_same_weights_only(tmp_path, always):
+    disk = f'predict.user_store={{host_mib: 0 disk {{folder: "{tmp_path / "users"}"}}}}'
+    model, table = model_of(*FORMS["hybrid"], disk), table_of(ROWS[:5])
+    expected, weights = without_store(model).table(table), tmp_path / "manifest.json"
+    for manifest, way in (("first", ENCODED), ("first", REUSED), ("second", ENCODED)):
+        weights.write_text(manifest)
+        predictor = Predictor(EagerPackage(model, tmp_path))
+        assert_equal(predictor.table(table), expected)
+        assert predictor.stored.rows == {REUSED: 0, EXTENDED: 0, ENCODED: 0} | {way: 5}
+    with pytest.raises(ConfigError, match="nothing identifies the weights of a model in memory"):
+        Predictor(EagerPackage(model))
+    weights.with_name("users").rename(tmp_path / "moved")
+    weights.with_name("users").write_text("a file")
+    with pytest.raises(ConfigError, match=r"user_store.disk.folder: .*users.*; name another folder"):
+        Predictor(EagerPackage(model, tmp_path))
+
+
 def test_equal_rows_without_a_key_share_an_entry(always):
     predictor = Predictor(EagerPackage(model_of()))
     for _ in range(2):
@@ -173,8 +199,9 @@ def test_equal_rows_without_a_key_share_an_entry(always):
 @pytest.mark.parametrize(("slow", "way"), [("_with", WITHOUT), ("_without", REUSED)])
 def test_the_faster_way_is_taken_from_the_second_batch_on(slow, way, monkeypatch, caplog):
     predictor, table = Predictor(EagerPackage(model_of())), table_of(ROWS[:2])
-    method, wait = getattr(StoredScores, slow), threading.Event().wait
-    monkeypatch.setattr(StoredScores, slow, lambda self, *given: (wait(0.05), method(self, *given))[1])
+    method, calls = getattr(StoredScores, slow), []
+    monkeypatch.setattr(StoredScores, slow, lambda self, *given: (calls.append(1), method(self, *given))[1])
+    monkeypatch.setattr(stored_scores, "time", SimpleNamespace(perf_counter=lambda: len(calls)))
     with caplog.at_level("INFO"):
         for _ in range(3):
             predictor.table(table)
@@ -183,6 +210,7 @@ def test_the_faster_way_is_taken_from_the_second_batch_on(slow, way, monkeypatch
     assert predictor.stored.summary().startswith("user store: rows ")
 
 
-def test_a_model_without_a_cache_has_no_store():
+def test_a_model_without_a_cache_has_no_store(monkeypatch):
+    monkeypatch.setattr(LinearDeclaration, "keeps_cache", False)
     with pytest.raises(ConfigError, match="predict.user_store: mixer.linear cannot score with a cache"):
         config.prepare(CONFIG, ["predict.user_store={}", "model.ranker.mixer={linear {qk_dim: 8}}"])

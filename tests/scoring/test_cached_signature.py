@@ -20,6 +20,7 @@ from recsys.scoring.cached_signature import (
 from recsys.scoring.prefill import CachedModel
 from recsys.scoring.signature import flatten, scoring_signature
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
+from tests.scoring.test_prefill import HYBRID
 from tests.scoring.test_signature import BF16, RANKER_SASREC, SIZES, TRUNCATED
 
 MODELS = {
@@ -27,13 +28,14 @@ MODELS = {
     "truncated": (RANKER, TRUNCATED),
     "bf16": (RANKER, BF16),
     "sasrec": (RANKER, RANKER_SASREC),
+    "hybrid": (RANKER, HYBRID),
     "all encoders": RANKERS["all"],
     "channels": RANKERS["channels"],
     "interleaved channels": RANKERS["interleaved channels"],
 }
 
 
-CAPTURED = ("truncated", "all encoders", "interleaved channels")
+CAPTURED = ("hybrid", "all encoders", "interleaved channels")
 """To capture takes seconds: these are always tried, the others with --slow."""
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recsys.modules.mixers import LinearMixer
 from recsys.scoring import scorer
 from recsys.scoring.prefill import CachedModel
 from recsys.scoring.scorer import EagerModel, Scorer, Way
@@ -79,6 +80,7 @@ def test_multi_valued_candidates_stay_with_their_values():
 def test_one_pass_is_taken_otherwise(case, monkeypatch):
     monkeypatch.setattr(scorer, "ONE_PASS", 0)
     linear = "model { ranker { mixer { linear { num_heads: 2  qk_dim: 4 } } } }"
+    monkeypatch.setattr(LinearMixer, "keeps_cache", False)
     pipeline = pipeline_of(RANKER, linear) if "mixer" in case else pipeline_of(RANKER)
     sizes = [(3, 0), (0, 0)] if case == "no candidates" else SIZES
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, sizes))

@@ -69,7 +69,7 @@ def test_the_least_recently_used_users_leave(device, bounds):
     assert 100 < hits < 1400
 
 
-@pytest.mark.parametrize("form", ["truncated", "channels", "all"])
+@pytest.mark.parametrize("form", ["truncated", "hybrid", "channels", "all"])
 @torch.no_grad()
 def test_caches_of_single_users_join_to_that_of_all(form):
     pipeline = pipeline_of(*(FORMS | RANKERS)[form])

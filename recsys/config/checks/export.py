@@ -29,6 +29,8 @@ def _cached_scoring(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if not memory.host_mib and not memory.device_mib:
             problem = "host_mib and device_mib are 0, so no user fits; give one of them, or remove the store"
             yield Finding("predict.user_store", problem)
+        if memory.HasField("disk") and not memory.disk.folder:
+            yield Finding("predict.user_store.disk.folder", "is missing: name a folder, or remove disk")
 
 
 def _uncacheable(pipeline: pb.Pipeline, path: str) -> Iterator[Finding]:

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from recsys.modules.cache import CacheStage, NotExtendableError, StageSpec, copied
+from recsys.modules.cache import (
+    CacheStage,
+    NotExtendableError,
+    StageSpec,
+    copied,
+    require_evaluation,
+    require_events,
+    require_prefix,
+)
 from recsys.modules.mixers.batched_layers import (
     Layer,
     Projections,
@@ -49,41 +57,58 @@ class Stack(Protocol):
     cached_attention: Callable[..., Tensor]
 
 
-def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheStage, ...]:
-    """Computes the keys and values of contextual and history tokens that targets will read.
+class EncodedStack(NamedTuple):
+    """The result of `prefill` and `extend`.
 
-    The last layer computes nothing but keys and values.
+    Attributes:
+        stages: the stages of the cache.
+        sequence: the mixed tokens; None unless they were asked for.
+    """
+
+    stages: tuple[CacheStage, ...]
+    sequence: JaggedSequence | None
+
+
+def encode(
+    stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage] | None, mixes: bool
+) -> EncodedStack:
+    """Calls `prefill`, or `extend` if there are stages."""
+    if stages is None:
+        return prefill(stacks, sequence, mixes=mixes)
+    return extend(stacks, sequence, stages, mixes=mixes)
+
+
+def prefill(stacks: Sequence[Stack], sequence: JaggedSequence, *, mixes: bool = False) -> EncodedStack:
+    """Computes the keys and values of contextual and history tokens that targets will read.
 
     Args:
         sequence: contextual and history tokens, no targets.
+        mixes: whether to compute the last layer's output too.
 
     Raises:
         ValueError: there are targets.
         RuntimeError: the stacks are in training mode.
     """
-    _require_evaluation(stacks)
-    if sequence.layout.total_targets:
-        raise ValueError(
-            "prefill takes only contextual and history tokens, but "
-            f"{sequence.layout.total_targets} targets are given"
-        )
+    require_evaluation(*stacks)
+    require_prefix(sequence.layout)
     first, stages = stacks[0], []
-    sequence = _cast(first, sequence)
+    input_dtype, sequence = sequence.values.dtype, _cast(first, sequence)
     for number, rule in enumerate(first.rules):
         sequence = rule.truncate(sequence)
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         if number == 0 or rule.tail_len is not None:
             times = copied(sequence.timestamps) if first.biases else None
             stages.append(CacheStage(sequence.layout, times))
-        is_last = number + 1 == len(first.rules)
-        projections = (keys_and_values if is_last else project)(layers, parts)
+        is_read = mixes or number + 1 < len(first.rules)
+        projections = (project if is_read else keys_and_values)(layers, parts)
         stages[-1] = stages[-1].with_layer(copied(projections.k), copied(projections.v))
         if isinstance(projections, Projections):
             q, k, v = projections.q, projections.k, projections.v
             bias = {"bias": first.biases[number](sequence)} if first.biases else {}
             attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, **bias)
             sequence = sequence.with_values(finish(layers, parts, projections, attended))
-    return tuple(stages)
+    mixed = sequence.with_values(sequence.values.to(input_dtype)) if mixes else None
+    return EncodedStack(tuple(stages), mixed)
 
 
 def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage]) -> JaggedSequence:
@@ -97,7 +122,7 @@ def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[Ca
         TypeError, ValueError: samples, dtype or device differ from those of the cache.
         RuntimeError: the stacks are in training mode, or gradients are enabled.
     """
-    _require_evaluation(stacks)
+    require_evaluation(*stacks)
     input_dtype, sequence = sequence.values.dtype, _cast(stacks[0], sequence)
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
@@ -108,33 +133,34 @@ def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[Ca
 
 
 def extend(
-    stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage]
-) -> tuple[CacheStage, ...]:
+    stacks: Sequence[Stack],
+    sequence: JaggedSequence,
+    stages: Sequence[CacheStage],
+    *,
+    mixes: bool = False,
+) -> EncodedStack:
     """Returns the cache of histories that have grown; `stages` do not change.
 
     Args:
         sequence: the new events' tokens only, oldest first; samples may have none.
         stages: the result of `prefill` or `extend`.
+        mixes: whether to compute the last layer's output too, which must then leave old tokens unchanged.
 
     Raises:
         NotExtendableError: the result would differ from that of `prefill`; see `require_extendable`.
         ValueError: there are tokens other than history.
         RuntimeError: the stacks are in training mode, or gradients are enabled.
     """
-    _require_evaluation(stacks)
-    sequence = _cast(stacks[0], sequence)
-    new = sequence.layout
-    if new.num_contextual or new.total_targets:
-        raise ValueError(
-            f"extend takes only new events, but {new.num_contextual} contextual tokens per sample and "
-            f"{new.total_targets} targets are given"
-        )
-    require_extendable(stacks[0], stages, new)
-    last, timestamps = len(stacks[0].rules) - 1, sequence.timestamps
+    require_evaluation(*stacks)
+    new, timestamps = sequence.layout, sequence.timestamps
+    require_events(new)
+    input_dtype, sequence = sequence.values.dtype, _cast(stacks[0], sequence)
+    require_extendable(stacks[0], stages, new, mixes=mixes)
+    last = len(stacks[0].rules) - 1
     keys, values = [], []
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
-        projections = project(layers, parts) if number < last else keys_and_values(layers, parts)
+        projections = (project if mixes or number < last else keys_and_values)(layers, parts)
         keys.append(projections.k)
         values.append(projections.v)
         if isinstance(projections, Projections):
@@ -149,27 +175,37 @@ def extend(
     tail_len = stacks[0].rules[last].tail_len
     if tail_len is not None:
         grown[-1] = grown[-1].truncate(tail_len)
-    return tuple(grown)
+    mixed = sequence.with_values(sequence.values.to(input_dtype)) if mixes else None
+    return EncodedStack(tuple(grown), mixed)
 
 
-def require_extendable(mixer: Stack, stages: Sequence[CacheStage], new: SequenceLayout) -> None:
+def require_extendable(
+    mixer: Stack, stages: Sequence[CacheStage], new: SequenceLayout, *, mixes: bool = False
+) -> None:
     """Checks that new events leave the cached keys and values of old tokens unchanged.
 
-    A layer's keys and values depend on its input, the output of the layer before it. So every layer but the
-    last must give old tokens the same output as before. This fails if contextual tokens read the history, if
-    a truncation drops more tokens than before, or if a token depends on the time of the next token. A
-    truncation before the last layer may drop more tokens, since the cache drops them as well.
+    A layer's keys and values depend on its input, the output of the layer before it. So every layer, but the
+    last of all mixers, must give old tokens the same output as before. This fails if contextual tokens read
+    the history, if a truncation drops more tokens than before, or if a token depends on the time of the next
+    token. A truncation before the last layer may drop more tokens, since the cache drops them as well.
+
+    Args:
+        mixer: the stack, or any of those that run as one batch.
+        stages: the cache.
+        new: layout of the new tokens.
+        mixes: whether another mixer reads the output of the last layer.
 
     Raises:
         NotExtendableError: names the setting that prevents it.
     """
     num_contextual, instead = stages[0].layout.num_contextual, "call prefill with the whole history"
-    if mixer.reads_times and (len(mixer.rules) > 1 or num_contextual):
+    if mixer.reads_times and (mixes or len(mixer.rules) > 1 or num_contextual):
         raise NotExtendableError(
             "a cache cannot be extended with bias.num_time_buckets > 0: a token's bias uses the time of "
             f"the token after it, which has changed; {instead}"
         )
-    for number, (stage, _) in list(enumerate(_layers(stages)))[:-1]:
+    read = list(enumerate(_layers(stages)))
+    for number, (stage, _) in read if mixes else read[:-1]:
         rule = mixer.rules[number]
         if not rule.mask.history_can_grow(num_contextual):
             raise NotExtendableError(
@@ -201,8 +237,8 @@ def stage_specs(number: int, channels: Sequence[int], stack: Stack) -> list[Stag
             stack=number,
             channels=list(channels),
             num_layers=end - start,
-            tail_len=stack.rules[start].tail_len,
             has_times=len(stack.biases) > 0,
+            tail_len=stack.rules[start].tail_len,
             num_heads=stack.num_heads,
             qk_dim=stack.qk_dim,
             v_dim=stack.v_dim,
@@ -245,8 +281,3 @@ def _attend(
 
 def _cast(stack: Stack, sequence: JaggedSequence) -> JaggedSequence:
     return to_compute_dtype(sequence) if stack.casts_residual else sequence
-
-
-def _require_evaluation(stacks: Sequence[Stack]) -> None:
-    if any(stack.training for stack in stacks):
-        raise RuntimeError("a cache is for a model in evaluation mode: call eval() first")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config.registry import register
-from recsys.modules.cache import MixerCache, StageSpec
+from recsys.modules.cache import CachingMixer, Encoded, MixerCache, StageSpec
 from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.batched_layers import finish, project, to_compute_dtype
@@ -37,7 +37,7 @@ Skipping saves their computation but has to move rows. The value is not tuned.
 
 
 @register(pb.HstuMixer)
-class HstuMixer(Mixer):
+class HstuMixer(Mixer, CachingMixer):
     """Stacks layers of equal config, each with its own mask and bias tables. Truncations may precede layers.
 
     Args:
@@ -148,21 +148,17 @@ class HstuMixer(Mixer):
         """The number of consecutive targets that can only be scored together, for the groups of any layer."""
         return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
-    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+    def encode(
+        self, sequence: JaggedSequence, cache: MixerCache | None = None, *, mixes: bool = False
+    ) -> Encoded:
         """Computes the keys and values of contextual and history tokens; see `cached_stack`."""
-        return MixerCache((cached_stack.prefill([self], sequence),))
+        stages = None if cache is None else cache.stacks[0]
+        encoded = cached_stack.encode([self], sequence, stages, mixes)
+        return Encoded(MixerCache((encoded.stages,)), encoded.sequence)
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
         """Mixes targets [N, E] as `forward` mixes them after the tokens of the cache."""
         return cached_stack.score([self], sequence, *cache.stacks)
-
-    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """Returns the cache of the histories with these tokens appended.
-
-        Raises:
-            NotExtendableError: the cache would differ from that of `prefill`; see `cached_stack.extend`.
-        """
-        return MixerCache((cached_stack.extend([self], sequence, *cache.stacks),))
 
     def cache_stages(self) -> list[StageSpec]:
         """Describes the stages of the mixer's caches."""

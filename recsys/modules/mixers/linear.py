@@ -1,16 +1,27 @@
 """`LinearMixer`: a stack of linear-attention layers, whose cost is linear in the length of a history."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config.registry import register
+from recsys.modules.cache import (
+    CachingMixer,
+    Encoded,
+    MixerCache,
+    NotExtendableError,
+    StageSpec,
+    require_evaluation,
+    require_events,
+    require_prefix,
+)
 from recsys.modules.distance_channels import (
     POSITION_PERIODS,
     TIME_PERIODS,
     Clock,
+    Past,
     position_clock,
     time_clock,
 )
@@ -18,6 +29,7 @@ from recsys.modules.linear_layer import LinearConfig, LinearLayer
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.batched_layers import to_compute_dtype
 from recsys.modules.precision import COMPUTE_DTYPES
+from recsys.modules.recurrent_cache import StateStage
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout
 from recsys.ops.linear_attention import OP as LINEAR_ATTENTION
@@ -27,7 +39,7 @@ _FORM = {pb.LinearMixer.RETENTION: "retention", pb.LinearMixer.GATED: "gated", p
 
 
 @register(pb.LinearMixer)
-class LinearMixer(Mixer):
+class LinearMixer(Mixer, CachingMixer):
     """Stacks layers of equal config, each with its own channels; all layers read the same clocks.
 
     Args:
@@ -73,18 +85,100 @@ class LinearMixer(Mixer):
             values = layer(values, sequence.layout, clocks)
         return sequence.with_values(values.to(input_dtype))
 
+    def encode(
+        self, sequence: JaggedSequence, cache: MixerCache | None = None, *, mixes: bool = False
+    ) -> Encoded:
+        """Computes the states of all layers after contextual and history tokens.
+
+        Raises:
+            NotExtendableError: a time channel would change the state of old tokens.
+            ValueError: there are targets or, if there is a cache, tokens other than history.
+            RuntimeError: the mixer is in training mode.
+        """
+        require_evaluation(self)
+        past, states = self._past(cache)
+        if past is None:
+            require_prefix(sequence.layout)
+        else:
+            require_events(sequence.layout)
+            self._require_extendable(mixes)
+        given, sequence = sequence, to_compute_dtype(sequence)
+        clocks, values, after = self._clocks(sequence, past), sequence.values, []
+        for layer, before in zip(self.layers, states, strict=True):
+            values, ends = layer.proceed(values, sequence.layout, clocks, before)
+            after += ends
+        stage = StateStage(self._grown(past, sequence), tuple(after))
+        mixed = given.with_values(values.to(given.values.dtype)) if mixes else None
+        return Encoded(MixerCache(((stage,),)), mixed)
+
+    def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
+        """Mixes targets [N, E] as `forward` mixes them after the tokens of the cache.
+
+        Raises:
+            ValueError: the number of samples differs from that of the cache.
+            RuntimeError: the mixer is in training mode.
+        """
+        require_evaluation(self)
+        past, states = self._past(cache)
+        input_dtype, sequence = sequence.values.dtype, to_compute_dtype(sequence)
+        clocks, values = self._clocks(sequence, past), sequence.values
+        for layer, before in zip(self.layers, states, strict=True):
+            values = layer.proceed(values, sequence.layout, clocks, before).values
+        return sequence.with_values(values.to(input_dtype))
+
+    def cache_stages(self) -> list[StageSpec]:
+        """Describes the states of all layers as one stage."""
+        shapes = [shape for layer in self.layers for shape in layer.state_shapes]
+        return [StageSpec("stack_0_stage_0", 0, [0], len(self.layers), self.reads_times, states=shapes)]
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether there is a time channel."""
+        return hasattr(self, "time_periods")
+
     def flops(self, layout: SequenceLayout) -> int:
         """Counts the FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
         return sum(layer.flops(layout.total_len) for layer in self.layers)
 
-    def _clocks(self, sequence: JaggedSequence) -> dict[str, Clock]:
+    def _clocks(self, sequence: JaggedSequence, past: Past | None = None) -> dict[str, Clock]:
         readers = {"time": time_clock, "position": position_clock}
         periods: dict[str, Tensor] = dict(self.named_buffers(recurse=False))
         return {
-            name: read(sequence, periods[f"{name}_periods"])
+            name: read(sequence, periods[f"{name}_periods"], past)
             for name, read in readers.items()
             if f"{name}_periods" in periods
         }
+
+    def _past(self, cache: MixerCache | None) -> tuple[Past | None, list[Sequence[Tensor] | None]]:
+        """Returns the past and, for each layer, its states."""
+        if cache is None:
+            return None, [None] * len(self.layers)
+        ((stage,),) = cache.stacks
+        each = len(stage.states) // len(self.layers)
+        starts = range(0, len(stage.states), each)
+        return stage.past, [stage.states[start : start + each] for start in starts]
+
+    def _grown(self, past: Past | None, sequence: JaggedSequence) -> Past:
+        """Returns the past of tokens that follow those of the sequence."""
+        layout, newest = sequence.layout, None
+        if self.reads_times:
+            rows = (layout.offsets[1:] - 1).clamp(min=0)
+            padded = torch.cat([sequence.timestamps, sequence.timestamps.new_zeros(1)])
+            newest = padded.index_select(0, rows)
+        if past is None:
+            return Past(layout.lengths, layout.num_contextual, newest)
+        if newest is not None:
+            newest = torch.where(layout.lengths > 0, newest, past.newest)
+        return Past(past.lengths + layout.lengths, past.num_contextual, newest)
+
+    def _require_extendable(self, mixes: bool) -> None:
+        """Checks that new events leave the input of every layer but the first unchanged for old tokens."""
+        if self.reads_times and (mixes or len(self.layers) > 1):
+            raise NotExtendableError(
+                "a cache cannot be extended with linear.time_channel: a token reads the time of the token "
+                "after it, which has changed; call prefill with the whole history, or set time_channel to "
+                "false before training"
+            )
 
 
 def _channels(config: pb.LinearMixer) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config.registry import register
-from recsys.modules.cache import MixerCache, StageSpec
+from recsys.modules.cache import CachingMixer, Encoded, MixerCache, StageSpec
 from recsys.modules.flops import linear_flops
 from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.base import AttentionUse, Mixer
@@ -19,7 +19,7 @@ from recsys.ops import SequenceLayout
 
 
 @register(pb.MixtureMixer)
-class MixtureMixer(Mixer):
+class MixtureMixer(Mixer, CachingMixer):
     """Mixes each channel by its own stack; a linear layer combines the stacks' outputs for each candidate.
 
     Stacks with equal messages have separate weights but run as one batch, with one attention per layer for
@@ -69,11 +69,26 @@ class MixtureMixer(Mixer):
         """The number of consecutive targets that can only be scored together, for the groups of any stack."""
         return math.lcm(*(stack.target_group_size for stack in self.stacks))
 
-    def prefill(self, sequence: JaggedSequence) -> MixerCache:
-        """Computes keys and values of the channels' contextual and history tokens; see `cached_stack`."""
+    def encode(
+        self, sequence: JaggedSequence, cache: MixerCache | None = None, *, mixes: bool = False
+    ) -> Encoded:
+        """Computes keys and values of the channels' contextual and history tokens; see `cached_stack`.
+
+        Raises:
+            ValueError: mixed tokens are asked for, but a mixture returns only targets.
+        """
+        if mixes:
+            raise ValueError("a mixture returns only targets, so no mixer can follow it")
         batches = self._batches(sequence.split())
-        return MixerCache(
-            tuple(cached_stack.prefill(stacks, _as_one(channels)) for stacks, channels in batches)
+        stacks = [None] * len(batches) if cache is None else cache.stacks
+        return Encoded(
+            MixerCache(
+                tuple(
+                    cached_stack.encode(members, _as_one(channels), stages, mixes).stages
+                    for (members, channels), stages in zip(batches, stacks, strict=True)
+                )
+            ),
+            None,
         )
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
@@ -86,20 +101,6 @@ class MixtureMixer(Mixer):
         for (stacks, channels), stages in zip(self._batches(parts), cache.stacks, strict=True):
             mixed.append(parts_of(cached_stack.score(stacks, _as_one(channels), stages)))
         return self._fuse(mixed, parts[0])
-
-    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """Returns the cache of the channels with these tokens appended.
-
-        Raises:
-            NotExtendableError: the cache would differ from that of `prefill`; see `cached_stack.extend`.
-        """
-        batches = zip(self._batches(sequence.split()), cache.stacks, strict=True)
-        return MixerCache(
-            tuple(
-                cached_stack.extend(stacks, _as_one(channels), stages)
-                for (stacks, channels), stages in batches
-            )
-        )
 
     def cache_stages(self) -> list[StageSpec]:
         """Describes the stages of the mixer's caches, stack by stack."""

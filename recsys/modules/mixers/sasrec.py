@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from recsys import protos as pb
 from recsys.config.registry import register
-from recsys.modules.cache import MixerCache, StageSpec
+from recsys.modules.cache import CachingMixer, Encoded, MixerCache, StageSpec
 from recsys.modules.linear_layer import FeedForward
 from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.base import AttentionUse, Mixer
@@ -24,7 +24,7 @@ from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
 
 
 @register(pb.SasRecMixer)
-class SasRecMixer(Mixer):
+class SasRecMixer(Mixer, CachingMixer):
     """Stacks pre-norm transformer blocks or LiGR blocks, followed by a LayerNorm.
 
     Args:
@@ -100,22 +100,19 @@ class SasRecMixer(Mixer):
         """The number of consecutive targets that can only be scored together, for the groups of any layer."""
         return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
-    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+    def encode(
+        self, sequence: JaggedSequence, cache: MixerCache | None = None, *, mixes: bool = False
+    ) -> Encoded:
         """Computes the keys and values of contextual and history tokens; see `cached_stack`."""
-        return MixerCache((cached_stack.prefill([self], sequence),))
+        stages = None if cache is None else cache.stacks[0]
+        encoded = cached_stack.encode([self], sequence, stages, mixes)
+        mixed = encoded.sequence and encoded.sequence.with_values(self.norm(encoded.sequence.values))
+        return Encoded(MixerCache((encoded.stages,)), mixed)
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
         """Mixes targets [N, E] as `forward` mixes them after the tokens of the cache."""
         mixed = cached_stack.score([self], sequence, *cache.stacks)
         return mixed.with_values(self.norm(mixed.values))
-
-    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """Returns the cache of the histories with these tokens appended.
-
-        Raises:
-            NotExtendableError: the cache would differ from that of `prefill`; see `cached_stack.extend`.
-        """
-        return MixerCache((cached_stack.extend([self], sequence, *cache.stacks),))
 
     def cache_stages(self) -> list[StageSpec]:
         """Describes the stages of the mixer's caches."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import checkpoint
 
 from recsys.ops.jagged.layout import SequenceLayout
@@ -36,6 +37,8 @@ def run(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tensor, T
     """Returns the output [T, H, V] and the final state [B, H, D, V]; the arguments have been validated."""
     if inputs.log_decay.dim() == 2:
         inputs = inputs._replace(log_decay=inputs.log_decay[:, :, None].expand(inputs.q.shape))
+    if statically_known_true(layout.total_targets == layout.total_len):
+        return _attend_targets(inputs, layout, scale)
     if is_exporting():
         return _attend_exported(inputs, layout, scale)
     if torch.compiler.is_compiling():
@@ -59,6 +62,14 @@ def _attend(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tenso
         of_history = torch.cat(outputs, dim=1).flatten(0, 1) if outputs else of_targets[:0]
         out = torch.cat([of_history, of_targets])[_places(layout, rows.shape[1])]
         return out.to(v.dtype), state
+
+
+def _attend_targets(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tensor, Tensor]:
+    """Computes `_attend` where there is no history, as behind a cache."""
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        tokens, state = _wide(inputs, scale)
+        rows = torch.arange(layout.total_len, device=layout.device)
+        return _alone(state, rows, layout, tokens).to(inputs.v.dtype), state.clone()
 
 
 def _wide(inputs: Inputs, scale: float) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -11,7 +11,8 @@ from recsys.config.checks import choices, values
 from recsys.config.checks import export as export_rules
 from recsys.config.registry import registered
 from recsys.modules import losses, metrics, mixers  # noqa: F401  they register themselves
-from recsys.modules.mixer_declarations import BACKENDS
+from recsys.modules.cache import CachingMixer
+from recsys.modules.mixer_declarations import BACKENDS, LinearDeclaration
 from recsys.ops.hstu_attention import OP
 from tests.config_texts import RANKER, RETRIEVER, load
 
@@ -57,20 +58,18 @@ def test_backends_are_those_of_the_op():
     assert set(BACKENDS) == {"auto", *OP.backends}
 
 
-def test_only_rankers_with_a_mixer_that_keeps_one_score_with_a_cache(tmp_path):
+def test_only_rankers_with_a_mixer_that_keeps_one_score_with_a_cache(tmp_path, monkeypatch):
     asked = "export.cached_scoring=true"
     assert config.check(load(RANKER, [asked], tmp_path).pipeline) == []
     (finding,) = config.check(load(RETRIEVER, [asked], tmp_path).pipeline)
     assert finding.endswith(
         "a retriever scores no candidates of a row, so there is nothing to cache; remove this setting"
     )
-    (finding,) = config.check(
-        load(RANKER, [asked, "model.ranker.mixer={linear {qk_dim: 8}}"], tmp_path).pipeline
-    )
-    assert (
-        "mixer.linear cannot score with a cache; remove this setting, or use hstu or sasrec or mixture"
-        in finding
-    )
+    hybrid = "model.ranker.mixer={hybrid {mixers {linear {qk_dim: 8}} mixers {sasrec {}}}}"
+    assert config.check(load(RANKER, [asked, hybrid], tmp_path).pipeline) == []
+    monkeypatch.setattr(LinearDeclaration, "keeps_cache", False)
+    (finding,) = config.check(load(RANKER, [asked, hybrid], tmp_path).pipeline)
+    assert "mixer.hybrid cannot score with a cache; remove this setting, or use hstu or sasrec" in finding
 
 
 def test_a_store_of_users_needs_memory(tmp_path):
@@ -78,11 +77,13 @@ def test_a_store_of_users_needs_memory(tmp_path):
         load(RANKER, ["predict.user_store={host_mib: 0 device_mib: 0}"], tmp_path).pipeline
     )
     assert "predict.user_store: host_mib and device_mib are 0, so no user fits" in finding
+    (finding,) = config.check(load(RANKER, ["predict.user_store={disk {}}"], tmp_path).pipeline)
+    assert "predict.user_store.disk.folder: is missing: name a folder" in finding
     assert config.check(load(RANKER, ["predict.user_store={host_mib: 0}"], tmp_path).pipeline) == []
 
 
 def test_caching_mixers_are_those_that_can():
-    can = {name for name, actual in registered(pb.Mixer).items() if hasattr(actual.cls, "prefill")}
+    can = {name for name, actual in registered(pb.Mixer).items() if issubclass(actual.cls, CachingMixer)}
     assert can == set(export_rules.caching_mixers())
 
 

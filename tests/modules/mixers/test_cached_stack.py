@@ -8,6 +8,7 @@ from google.protobuf import text_format
 
 from recsys import protos as pb
 from recsys.config import registry
+from recsys.modules.cache import NotExtendableError
 from recsys.modules.mixers import cached_stack
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.ops import Selection, SequenceLayout
@@ -42,6 +43,13 @@ MIXERS = {name: f"hstu {{ {stack} }}" for name, stack in STACKS.items()} | {
     f"{name} channels": f"mixture {{ {' '.join(f'stacks {{ hstu {{ {STACKS[n]} }} }}' for n in stacks)} }}"
     for name, stacks in (("equal", ["tails"] * 3), ("unlike", ["tail", "biased masks", "tail"]))
 }
+LINEAR = "num_heads: 2 qk_dim: 4 v_dim: 3 feed_forward_dim: 5"
+SASREC = "sasrec { num_layers: 2 num_heads: 2 feed_forward_dim: 5 }"
+MIXERS["linear"] = f"linear {{ {LINEAR} num_layers: 2 form: DELTA }}"
+MIXERS["hybrid"] = f"""hybrid {{ mixers {{ linear {{ {LINEAR} num_layers: 1 form: GATED }} }}
+    mixers {{ hstu {{ {STACK} {BIAS} layer_groups {{ num_layers: 1 }}
+      layer_groups {{ num_layers: 1 tail_len: 4 }} }} }}
+    mixers {{ linear {{ {LINEAR} num_layers: 2 form: RETENTION }} }} mixers {{ {SASREC} }} }}"""
 # Events of the channels: unlike, and some have none.
 CHANNELS = [SHAPES, [(n // 2, m) for n, m in SHAPES], [(13 - n, m) for n, m in SHAPES]]
 
@@ -128,8 +136,7 @@ def test_bfloat16_is_as_far_off_as_without_a_cache(mixer):
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 def test_targets_in_slices(mixer, size):
     # A group is never cut: those of 2 and 3 targets end together after 6.
-    grouped = any(rule.mask.target_group_size > 1 for stack in stacks_of(mixer) for rule in stack.rules)
-    size = 6 * size if grouped else size
+    size = 6 * size if mixer.target_group_size > 1 else size
     sequence = inputs(mixer)
     whole, targets = mixer(sequence).targets(), targets_of(sequence)
     rows = torch.arange(len(whole))
@@ -142,10 +149,6 @@ def test_targets_in_slices(mixer, size):
             torch.testing.assert_close(mixer.score(selected, cache).targets(), expected)
 
 
-def stacks_of(mixer):
-    return mixer.stacks if hasattr(mixer, "stacks") else [mixer]
-
-
 def test_selected_samples_and_other_devices(mixer):
     sequence, chosen = inputs(mixer), [5, 2, 0, 2]
     with torch.no_grad():
@@ -156,7 +159,8 @@ def test_selected_samples_and_other_devices(mixer):
         actual = mixer.score(selected, cache.select(chosen).to("cpu")).targets()
     torch.testing.assert_close(actual, expected)
     away = cache.to("meta")
-    assert away.stacks[0][0].layout.device.type == away.stacks[0][0].keys[0].device.type == "meta"
+    assert {tensor.device.type for stage in stages_of(away) for tensor in stage.tensors} == {"meta"}
+    assert all(stage.layout.device.type == "meta" for stage in stages_of(away) if hasattr(stage, "layout"))
     assert away.num_bytes == cache.num_bytes
 
 
@@ -180,7 +184,7 @@ def test_the_module_keeps_nothing(mixer):
     sequence = inputs(mixer)
     state = {name: id(value) for name, value in vars(mixer).items()}
     first = cached_targets(mixer, sequence)
-    changed = sequence.with_values(sequence.values + 1)
+    changed = sequence.with_values(sequence.values.flip(1))
     assert not torch.allclose(cached_targets(mixer, changed), first)
     assert torch.equal(cached_targets(mixer, sequence), first)
     assert {name: id(value) for name, value in vars(mixer).items()} == state
@@ -230,7 +234,7 @@ def test_what_does_not_fit_is_refused(mixer):
         ):
             mixer.prefill(sequence)
         targets = targets_of(sequence)
-        with pytest.raises(ValueError, match="each sample of layout continues the same one of cache_layout"):
+        with pytest.raises(ValueError, match="of cache_layout|initial_state must have shape"):
             mixer.score(targets.take(targets.layout.select([0, 1])), cache)
         mixer.train()
         for call in (
@@ -241,8 +245,9 @@ def test_what_does_not_fit_is_refused(mixer):
             with pytest.raises(RuntimeError, match="a cache is for a model in evaluation mode"):
                 call()
     mixer.eval()
-    with pytest.raises(RuntimeError, match=r"call it under torch.no_grad\(\)"):
-        mixer.score(targets_of(sequence), cache)
+    if any(hasattr(stage, "keys") for stage in stages_of(cache)):
+        with pytest.raises(RuntimeError, match=r"call it under torch.no_grad\(\)"):
+            mixer.score(targets_of(sequence), cache)
 
 
 # What a stack must be for its cache to grow.
@@ -324,6 +329,59 @@ def test_a_cache_grows_into_that_of_the_whole_history(case, channels):
         # The old cache is what it was.
         again = mixer.prefill(old)
         assert torch.equal(stages_of(before)[-1].keys[-1], stages_of(again)[-1].keys[-1])
+
+
+UNTIMED = "time_channel: false"
+GROWING_MIXERS = {
+    "delta": f"linear {{ {LINEAR} num_layers: 2 form: DELTA {UNTIMED} }}",
+    "retention": f"linear {{ {LINEAR} num_layers: 2 form: RETENTION {UNTIMED} position_channel: false }}",
+    "times, one layer": f"linear {{ {LINEAR} num_layers: 1 }}",
+    "hybrid": f"""hybrid {{ mixers {{ linear {{ {LINEAR} num_layers: 2 form: GATED {UNTIMED} }} }}
+        mixers {{ hstu {{ {STACK} num_layers: 2 {BLIND} }} }}
+        mixers {{ sasrec {{ num_layers: 1 num_heads: 2 feed_forward_dim: 5 {BLIND} }} }}
+        mixers {{ linear {{ {LINEAR} num_layers: 1 form: DELTA }} }} }}""",
+}
+
+
+@pytest.mark.parametrize("case", GROWING_MIXERS)
+def test_states_grow_into_those_of_the_whole_history(case):
+    mixer = build(GROWING_MIXERS[case])
+    sequence = inputs(mixer)
+    old, new = grown(prefix_of(sequence), ADDED)
+    with torch.no_grad():
+        before = mixer.prefill(old)
+        copies = [[tensor.clone() for tensor in stage.tensors] for stage in stages_of(before)]
+        after, expected = mixer.extend(new, before), mixer.prefill(prefix_of(sequence))
+        for actual, wanted in zip(stages_of(after), stages_of(expected), strict=True):
+            torch.testing.assert_close(actual.tensors, wanted.tensors, rtol=1e-9, atol=1e-9)
+        scores = mixer.score(targets_of(sequence), after).targets()
+        torch.testing.assert_close(scores, mixer(sequence).targets(), rtol=1e-9, atol=1e-9)
+    for stage, copy in zip(stages_of(before), copies, strict=True):
+        assert all(map(torch.equal, stage.tensors, copy))
+
+
+REFUSED_MIXERS = {
+    "times in two layers": (f"linear {{ {LINEAR} num_layers: 2 }}", "linear.time_channel"),
+    "times before a mixer": (
+        f"hybrid {{ mixers {{ linear {{ {LINEAR} num_layers: 1 }} }} mixers {{ linear {{ {LINEAR} }} }} }}",
+        "linear.time_channel",
+    ),
+    "contextual tokens before a mixer": (
+        f"hybrid {{ mixers {{ hstu {{ {STACK} num_layers: 1 }} }} mixers {{ linear {{ {LINEAR} }} }} }}",
+        "contextual tokens read the history, as in layer 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MIXERS)
+def test_states_that_would_be_wrong_do_not_grow(case):
+    text, message = REFUSED_MIXERS[case]
+    mixer = build(text)
+    old, new = grown(prefix_of(inputs(mixer)), ADDED)
+    with torch.no_grad():
+        cache = mixer.prefill(old)
+        with pytest.raises(NotExtendableError, match="cannot be extended.*" + message):
+            mixer.extend(new, cache)
 
 
 REFUSED = {
