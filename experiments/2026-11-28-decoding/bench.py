@@ -198,7 +198,7 @@ def package(model: CodeGenerator, folder: Path) -> None:
     compile_graph(graph, specs, on_device, folder / "model.pt2", pipeline, weights)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     on_device = {name: weight.cuda() for name, weight in weights.items()}
-    program = Program(folder / "model.pt2", specs, device, weights=on_device)
+    program = Program(folder / "model.pt2", specs, device, weights=on_device, recordable=True)
     for rows, events in SHAPES:
         given = inputs_of(batch_of(pipeline, random_rows(pipeline, [(events, 0)] * rows)), pipeline)
         run = recorded.RecordedScoring(lambda *inputs: program(inputs), pipeline, device)

@@ -160,13 +160,13 @@ class Package:
         device, weights = torch.device(self.description.device), None
         mapped = open_tables(folder, self.description.tables)
         tables, libraries = by_column(self.pipeline, mapped), self.description.op_libraries
+        recordable = device.type == "cuda" and model_of(self.pipeline).finds_items and not mapped
 
         def program(name: str, inputs: list[dict]) -> Program:
             specs = [TensorSpec.from_json(entry) for entry in inputs]
             rows = RowInputs(specs, tables)
-            return Program(
-                folder / name, specs, device, libraries, weights, rows.of if rows.columns else None
-            )
+            look_up = rows.of if rows.columns else None
+            return Program(folder / name, specs, device, libraries, weights, look_up, recordable=recordable)
 
         self.cached = None
         if self.description.cached is not None:
@@ -177,7 +177,7 @@ class Package:
             self.cached = CachedPrograms.load(entry, self.pipeline, program)
         self._program = program(MODEL, self.description.inputs)
         self._find = self._program
-        if device.type == "cuda" and model_of(self.pipeline).finds_items and not mapped:
+        if recordable:
             recorded = RecordedScoring(lambda *inputs: self._program(inputs), self.pipeline, device)
             self._find = lambda inputs: recorded(*inputs)
         self.item_tower = None

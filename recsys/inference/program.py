@@ -34,6 +34,7 @@ class Program:
         device: the device that the program was compiled for.
         op_libraries: modules that register the program's operators, imported first.
         weights: the weights by name, if the file does not hold them. They are not copied.
+        recordable: whether calls may be recorded in CUDA graphs. Threads then take turns.
         look_up: looks up the inputs that follow those of `specs`, given these; None if there are no more. See
             `mapped_tables`.
 
@@ -50,6 +51,8 @@ class Program:
         op_libraries: Sequence[str] = (),
         weights: Mapping[str, Tensor] | None = None,
         look_up: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
+        *,
+        recordable: bool = False,
     ):
         for name in op_libraries:
             _import(name, path)
@@ -57,7 +60,6 @@ class Program:
         # The runtime reads this switch once, before the first call. It makes the runtime reject tensors of a
         # wrong type or shape.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
-        alone = device.type == "cuda"
         loader = logging.getLogger("torch.export.pt2_archive._package")
         loader.addFilter(_is_not_target_warning)
         try:
@@ -65,11 +67,11 @@ class Program:
             # processor can do, it would compile and run a program per instruction set, for a minute.
             with inductor.patch("cpp.vec_isa_ok", True):
                 # A CUDA graph cannot record the events by which the runtime serves several threads at a time.
-                self._compiled = torch._inductor.aoti_load_package(str(path), run_single_threaded=alone)
+                self._compiled = torch._inductor.aoti_load_package(str(path), run_single_threaded=recordable)
         finally:
             loader.removeFilter(_is_not_target_warning)
         self._specs, self._device, self._process = list(specs), device, os.getpid()
-        self._look_up, self._lock = look_up, threading.Lock() if alone else nullcontext()
+        self._look_up, self._lock = look_up, threading.Lock() if recordable else nullcontext()
         # The program holds pointers to the weights, so they must live as long as the program.
         self._weights = None if weights is None else self._load_weights(weights, path)
 

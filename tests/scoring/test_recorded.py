@@ -124,7 +124,7 @@ def test_a_package_on_a_gpu_is_recorded_too(model, tmp_path):
     graph, example = ScoringGraph(model.cuda()).eval(), inputs_for(model, [3, 4, 1])
     on_device = tuple(tensor.to(device) for tensor in example)
     compile_graph(graph, specs, on_device, tmp_path / "model.pt2", model.pipeline)
-    program = Program(tmp_path / "model.pt2", specs, device)
+    program = Program(tmp_path / "model.pt2", specs, device, recordable=True)
     recorded = RecordedScoring(lambda *inputs: program(inputs), model.pipeline, device)
     given = [inputs_for(model, lengths, seed) for seed in range(3) for lengths in ([3], [6, 0, 2, 1], [2])]
     for inputs in given:
