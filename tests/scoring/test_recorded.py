@@ -1,5 +1,7 @@
 """Searches with padded inputs find what searches with the inputs find; on a GPU, replayed in any order."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,11 @@ def inputs_for(model, lengths, seed=0):
     return inputs_of(batch_of(model.pipeline, rows), model.pipeline)
 
 
+def in_turn(model):
+    """Inputs of the sizes A, B, A, three times, with other numbers each time."""
+    return [inputs_for(model, n, seed) for seed in range(3) for n in ([3], [6, 0, 2, 1], [2])]
+
+
 def assert_same(found, expected):
     (scores, items), (right_scores, right_items) = ([t.cpu() for t in pair] for pair in (found, expected))
     assert torch.equal(items, right_items)
@@ -69,10 +76,43 @@ def test_rows_that_fill_up_the_sizes_change_nothing(model):
         assert padding.sizes(inputs_for(model, first)) == padding.sizes(inputs_for(model, second))
 
 
+def test_copies_of_inputs_and_outputs_are_right_in_any_order(model, monkeypatch):
+    """On a CPU, with graphs that compute again what they have recorded."""
+    graph, calls = ScoringGraph(model), []
+
+    def run(*inputs):
+        calls.append((inputs, graph(*inputs)))
+        return calls[-1][1]
+
+    class Again:
+        def replay(self):
+            for old, new in zip(self.outputs, graph(*self.inputs), strict=True):
+                old.copy_(new)
+
+    @contextmanager
+    def record(again, **_):
+        yield
+        again.inputs, again.outputs = calls[-1]
+
+    stand_ins = {"CUDAGraph": Again, "graph": record, "graph_pool_handle": tuple}
+    streams = dict.fromkeys(("current_stream", "default_stream"), lambda device: 0)
+    for name, stand_in in (stand_ins | streams).items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    recorded = RecordedScoring(run, model.pipeline, torch.device("cpu"))
+    with torch.no_grad():
+        given = [
+            inputs_for(model, lengths, seed) for seed in range(3) for lengths in ([3], [6, 0, 2, 1], [2])
+        ]
+        found = [recorded(*inputs) for inputs in given]
+        assert recorded.num_graphs == 2 and len(calls) == 2 + 2 * 2
+        for answer, inputs in zip(found, given, strict=True):
+            assert_same(answer, graph(*inputs))
+
+
 @pytest.mark.gpu
 def test_replays_in_any_order_find_what_the_model_finds(model):
-    """Sizes A, B, A, three times with other numbers, in the default stream and in another one."""
-    given = [inputs_for(model, lengths, seed) for seed in range(3) for lengths in ([3], [6, 0, 2, 1], [2])]
+    """In the default stream and in another one."""
+    given = in_turn(model)
     with torch.no_grad():
         expected = [ScoringGraph(model)(*inputs) for inputs in given]
         cuda = model.cuda()
@@ -126,7 +166,7 @@ def test_a_package_on_a_gpu_is_recorded_too(model, tmp_path):
     compile_graph(graph, specs, on_device, tmp_path / "model.pt2", model.pipeline)
     program = Program(tmp_path / "model.pt2", specs, device, recordable=True)
     recorded = RecordedScoring(lambda *inputs: program(inputs), model.pipeline, device)
-    given = [inputs_for(model, lengths, seed) for seed in range(3) for lengths in ([3], [6, 0, 2, 1], [2])]
+    given = in_turn(model)
     for inputs in given:
         with torch.no_grad():
             expected = graph(*(tensor.to(device) for tensor in inputs))
