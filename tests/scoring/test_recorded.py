@@ -100,9 +100,7 @@ def test_copies_of_inputs_and_outputs_are_right_in_any_order(model, monkeypatch)
         monkeypatch.setattr(torch.cuda, name, stand_in)
     recorded = RecordedScoring(run, model.pipeline, torch.device("cpu"))
     with torch.no_grad():
-        given = [
-            inputs_for(model, lengths, seed) for seed in range(3) for lengths in ([3], [6, 0, 2, 1], [2])
-        ]
+        given = in_turn(model)
         found = [recorded(*inputs) for inputs in given]
         assert recorded.num_graphs == 2 and len(calls) == 2 + 2 * 2
         for answer, inputs in zip(found, given, strict=True):
