@@ -51,8 +51,8 @@ def in_turn(model):
     return [inputs_for(model, n, seed) for seed in range(3) for n in ([3], [6, 0, 2, 1], [2])]
 
 
-def assert_same(found, expected):
-    (scores, items), (right_scores, right_items) = ([t.cpu() for t in pair] for pair in (found, expected))
+def assert_same(answer, expected):
+    (scores, items), (right_scores, right_items) = ([t.cpu() for t in pair] for pair in (answer, expected))
     assert torch.equal(items, right_items)
     torch.testing.assert_close(scores, right_scores, rtol=1e-5, atol=1e-5)
 
@@ -70,8 +70,8 @@ def test_rows_that_fill_up_the_sizes_change_nothing(model):
         assert named["uih_lengths"].sum() == chosen.events and named["seen_lengths"].sum() == chosen.seen
         assert named["uih_lengths"].max() <= model.pipeline.data.max_history_len
         with torch.no_grad():
-            found = graph(*padded)
-            assert_same([output[: len(lengths)] for output in found], graph(*inputs))
+            outputs = graph(*padded)
+            assert_same([output[: len(lengths)] for output in outputs], graph(*inputs))
     for first, second in (([5, 6], [6, 1]), ([3], [0]), ([6] * 9, [6] * 10)):
         assert padding.sizes(inputs_for(model, first)) == padding.sizes(inputs_for(model, second))
 
@@ -101,9 +101,9 @@ def test_copies_of_inputs_and_outputs_are_right_in_any_order(model, monkeypatch)
     recorded = RecordedScoring(run, model.pipeline, torch.device("cpu"))
     with torch.no_grad():
         given = in_turn(model)
-        found = [recorded(*inputs) for inputs in given]
+        answers = [recorded(*inputs) for inputs in given]
         assert recorded.num_graphs == 2 and len(calls) == 2 + 2 * 2
-        for answer, inputs in zip(found, given, strict=True):
+        for answer, inputs in zip(answers, given, strict=True):
             assert_same(answer, graph(*inputs))
 
 
@@ -115,12 +115,12 @@ def test_replays_in_any_order_find_what_the_model_finds(model):
         expected = [ScoringGraph(model)(*inputs) for inputs in given]
         cuda = model.cuda()
         recorded = RecordedScoring(ScoringGraph(cuda), cuda.pipeline, torch.device("cuda"))
-        found = [recorded(*inputs) for inputs in given]
+        answers = [recorded(*inputs) for inputs in given]
         assert recorded.num_graphs == 2
         with torch.cuda.stream(torch.cuda.Stream()):
-            found += [recorded(*inputs) for inputs in given]
+            answers += [recorded(*inputs) for inputs in given]
             torch.cuda.synchronize()
-    for answer, of_model in zip(found, expected * 2, strict=True):
+    for answer, of_model in zip(answers, expected * 2, strict=True):
         assert_same(answer, of_model)
 
 
