@@ -122,7 +122,7 @@ class CacheStage:
 
 
 Stage: TypeAlias = CacheStage | StateStage
-"""What consecutive layers keep."""
+"""The cache of consecutive layers."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class StageSpec:
 
 @dataclass(frozen=True, eq=False)
 class MixerCache:
-    """What a mixer keeps of B samples.
+    """The cache of a mixer for B samples.
 
     Attributes:
         stacks: for each stack of layers, or group of stacks that run as one batch, its stages.
