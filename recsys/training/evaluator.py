@@ -1,7 +1,7 @@
 """Computes the metrics of a model over a split, exactly, over all ranks.
 
 The same function serves evaluation during training and `recsys.evaluate`. It has no side effects on training:
-it restores the model's mode and the state of the random number generators.
+it restores the model's mode, the state of the random number generators, and the counters of fused optimizers.
 """
 
 import math
@@ -13,6 +13,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
@@ -23,6 +24,7 @@ from recsys.modules.metrics.base import compute_all
 from recsys.scoring.scorer import EagerModel, Scorer
 from recsys.training.diagnostics import Diagnostics
 from recsys.training.distributed import gather
+from recsys.training.local_lookup import kernels_of
 from recsys.training.state import Best, capture_rng, restore_rng
 
 LOSS = "loss"
@@ -128,12 +130,19 @@ def counted(loader: Loader) -> Counts:
 def _aside(model: nn.Module, device: torch.device) -> Iterator[None]:
     training = model.training
     random_state = capture_rng(device)
+    # FBGEMM counts every lookup as a batch that Adam has seen, also those that train nothing.
+    tables = [module for module in model.modules() if isinstance(module, ShardedEmbeddingCollection)]
+    kernels = [kernel.emb_module for group in tables for kernel in kernels_of(group)]
+    counters = [counter for kernel in kernels for counter in (kernel.iter_cpu, kernel.iter)]
+    counts = [counter.clone() for counter in counters]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
         model.train(training)
+        for counter, count in zip(counters, counts, strict=True):
+            counter.copy_(count)
         restore_rng(random_state, device)
 
 

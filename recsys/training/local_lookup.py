@@ -10,6 +10,7 @@ import logging
 import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from recsys.modules.embedding import EmbeddingGroup
@@ -28,7 +29,7 @@ class LocalLookUp:
     """
 
     def __init__(self, tables: ShardedEmbeddingCollection) -> None:
-        self._kernels = [kernel for part in tables._lookups for kernel in part._emb_modules]
+        self._kernels = kernels_of(tables)
         self.columns = [name for kernel in self._kernels for name in kernel.config.feature_names()]
         # Kept on the device, since a copy to it would wait.
         self._orders: dict[tuple[int, ...], Tensor] = {}
@@ -60,6 +61,11 @@ class LocalLookUp:
         if (places := self._orders.get(tuple(order))) is None:
             places = self._orders[tuple(order)] = torch.tensor(order, dtype=torch.int32, device=ids.device())
         return ids.permute(order, places)
+
+
+def kernels_of(tables: ShardedEmbeddingCollection) -> list[BaseBatchedEmbedding]:
+    """Returns the parts of a collection that hold this rank's rows, each an FBGEMM module for some tables."""
+    return [kernel for part in tables._lookups for kernel in part._emb_modules]
 
 
 def look_up_locally(module: nn.Module) -> None:

@@ -116,9 +116,11 @@ class Recorder:
         self._inputs: dict[Sizes, PaddedInputs] = {}
         self._graphs: dict[Sizes, StepGraph] = {}
         self._replayed: StepGraph | None = None
-        self._records_updates = True
         self.record = record
-        self.looks_up = not any(table.sharded for table in features.tables(pipeline))
+        sharded = [table.sharded for table in features.tables(pipeline)]
+        self.looks_up = not any(sharded)
+        # Gradients of replicated tables that are looked up outside of a graph lie elsewhere in every step.
+        self._records_updates = self.looks_up or all(sharded)
         self._groups = [] if self.looks_up else model.embed.groups()
         self._pool: tuple[int, int] | None = None
 

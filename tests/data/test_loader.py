@@ -13,6 +13,8 @@ import torch
 from recsys import protos as pb
 from recsys.data.batch import LayoutRule, Position
 from recsys.data.loader import Loader
+from recsys.data.plan.epoch import EpochPlan
+from recsys.data.workers import reader
 from recsys.errors import DataError, RecsysError
 
 RULE = LayoutRule(num_contextual=2, targets=True)
@@ -350,6 +352,15 @@ def test_looking_ahead_does_not_disturb_an_epoch(two_files):
         assert reading.num_batches(5) == idle.num_batches(5)
         rows += real_rows([batch])
     assert rows == real_rows(idle.epoch(0))
+
+
+def test_an_epoch_is_planned_once(two_files, monkeypatch):
+    """Every step asks for the number of its batches, and a plan takes milliseconds."""
+    planned = []
+    monkeypatch.setattr(reader, "EpochPlan", lambda *args: planned.append(args[2]) or EpochPlan(*args))
+    reading = loader(two_files)
+    assert len({reading.num_batches(1) for _ in range(3)}) == 1
+    assert planned == [1]
 
 
 def test_a_rank_outside_the_world(sample):

@@ -7,10 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from recsys import config
 from recsys import protos as pb
 from recsys.models.base import Losses
+from recsys.training.distributed import process_group
 from recsys.training.evaluator import BestMetric, evaluate
+from recsys.training.local_lookup import kernels_of
+from recsys.training.session import open_session
 from recsys.training.state import Best
+from recsys.training.trainer import step_pipeline
+from tests.integration.runs import CONFIG
 
 NAN = math.nan
 
@@ -97,3 +103,14 @@ def test_values_are_over_rows_and_the_random_numbers_go_on_as_before():
 def test_the_goal_of_a_config():
     assert BestMetric.of(Model(), pb.Evaluation(best_metric="auc")) == BestMetric("auc", True)
     assert BestMetric.of(Model(), pb.Evaluation()) == BestMetric("loss", False)
+
+
+def test_fused_optimizers_count_no_batch_of_an_evaluation(tmp_path):
+    pipeline = config.prepare(CONFIG, ["data.num_workers=0"]).pipeline
+    with process_group() as processes:
+        session = open_session(pipeline, tmp_path, processes)
+        (kernel, *_) = kernels_of(next(iter(session.model.embed.tables.values())))
+        step_pipeline(session).progress(session.batches())
+        evaluate(session.model, session.validation, processes.device, max_batches=2)
+        assert (kernel.emb_module.iter_cpu.item(), kernel.emb_module.iter.item()) == (1, 1)
+        del session, kernel
