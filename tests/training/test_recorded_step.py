@@ -1,6 +1,7 @@
 """Steps with padded inputs, and recorded ones, against steps that compute each batch as it is."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,22 @@ def test_what_is_not_recorded_says_why(changes, world_size, reason, caplog):
     said = [f"steps are not recorded as CUDA graphs: {reason}"] if reason else []
     assert [record.getMessage() for record in caplog.records] == said
     assert recorder_for(model, TotalsOfVectors(model), pipeline, torch.device("cpu"), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "updated"),
+    [
+        ("model.embedding.placement=SHARDED", "replayed"),
+        ("model.embedding.placement=REPLICATED", "replayed"),
+        ('model.embedding.tables={table: "tag" placement: REPLICATED}', "called"),
+    ],
+)
+def test_the_update_is_recorded_unless_gradients_come_from_outside_of_the_graph(chosen, updated):
+    pipeline = config.prepare(QUICKSTART, [chosen]).pipeline
+    model = build_model(pipeline)
+    recorder = Recorder(model, TotalsOfVectors(model), pipeline, record=False)
+    recorder._replayed = SimpleNamespace(update=lambda function: "replayed")
+    assert recorder.update(lambda: "called") == updated
 
 
 def trained(folder, steps, change, **overrides):
