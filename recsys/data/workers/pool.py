@@ -32,7 +32,7 @@ class ReaderPool:
         schedule: (epoch, index) of each batch; a copy is sent to each process. A schedule without a length
             may be endless.
         num_processes: number of processes, at least 1.
-        ahead: number of batches that each process may prepare ahead.
+        ahead: number of batches that each process may prepare ahead, besides `Reader.more_ahead`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ def _serve(
         schedule, first, step = share
         for epoch_and_index in islice(schedule, first, None, step):
             packed = reader[epoch_and_index]
-            if waiting == ahead:
+            while waiting >= ahead + reader.more_ahead:
                 connection.recv_bytes()
                 waiting -= 1
             connection.send(packed)

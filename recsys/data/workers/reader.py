@@ -25,6 +25,11 @@ from recsys.data.workers.slots import ReservedSlot, SlotWriter
 from recsys.errors import DataError, RecsysError
 
 
+_SMALL = 2**22
+"""Bytes in shared memory up to which a reader process prepares more batches ahead than asked. Otherwise a
+small model waits for each block of row groups, which a reader converts all at once."""
+
+
 class CheckedSource(NamedTuple):
     """A source whose files fit the config.
 
@@ -99,11 +104,16 @@ class Reader:
         if self._slots is None:
             # This is the first batch of this process.
             memory.keep_freed_memory()
-            self._slots = SlotWriter(self._num_slots)
+            self._slots = SlotWriter(self._num_slots, _SMALL)
         try:
             return self._pack_into_slot(*epoch_and_index, self._slots)
         except RecsysError as error:
             return error
+
+    @property
+    def more_ahead(self) -> int:
+        """Number of batches that this process may prepare ahead beyond what was asked, since they are small."""
+        return 0 if self._slots is None else self._slots.num_more
 
     def plan(self, epoch: int) -> EpochPlan:
         """Returns the plan of an epoch."""

@@ -22,6 +22,8 @@ _PAGE = 4096
 _SHARED_MEMORY = "/dev/shm/"
 _SPARE = 1.5
 """Size of a slot relative to the batch that it was allocated for, because later batches may be larger."""
+_MOST_SLOTS = 64
+"""Small batches get no more slots than these."""
 
 
 class Slot(NamedTuple):
@@ -52,11 +54,15 @@ class SlotWriter:
 
     Args:
         num_slots: number of slots, the most batches that can be in use at a time.
+        num_bytes: if batches are so small that more slots fit into these bytes, there are more.
+
+    Attributes:
+        num_more: number of slots beyond `num_slots`; 0 before the first batch.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._header = -(-num_slots // _PAGE) * _PAGE
+    def __init__(self, num_slots: int, num_bytes: int = 0) -> None:
+        self._num_slots, self._num_bytes, self.num_more = num_slots, num_bytes, 0
+        self._header = -(-max(num_slots, _MOST_SLOTS) // _PAGE) * _PAGE
         self._slot_size = 0
         self._segment: SharedMemory | None = None
         self._possible = True
@@ -68,7 +74,7 @@ class SlotWriter:
         if self._segment is None:
             return None
         buffer = _bytes(self._segment.buf)
-        free = np.flatnonzero(buffer[: self._num_slots] == _FREE)
+        free = np.flatnonzero(buffer[: self._num_slots + self.num_more] == _FREE)
         if len(free) == 0:
             return None
         number = int(free[0])
@@ -84,7 +90,12 @@ class SlotWriter:
         if not self._possible:
             return
         self._slot_size = -(-int(_SPARE * nbytes) // _PAGE) * _PAGE
-        self._segment = _allocate(self._header + self._num_slots * self._slot_size)
+        most = min(_MOST_SLOTS, self._num_bytes // self._slot_size)
+        for num_slots in dict.fromkeys((max(most, self._num_slots), self._num_slots)):
+            self.num_more = num_slots - self._num_slots
+            self._segment = _allocate(self._header + num_slots * self._slot_size)
+            if self._segment is not None:
+                break
         self._possible = self._segment is not None
         if self._segment is not None:
             # A segment whose batches were never taken still has its name, which this removes at the end of

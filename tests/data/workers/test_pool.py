@@ -27,6 +27,8 @@ class Answer:
 class Squares:
     """A reader whose batch (epoch, index) is index squared, or an error; a folder gets a mark of each."""
 
+    more_ahead = 0
+
     def __init__(self, folder: Path, bad: dict[int, Exception] | None = None):
         self.folder = folder
         self.bad = bad or {}

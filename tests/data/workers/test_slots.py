@@ -50,6 +50,21 @@ def test_a_slot_is_not_free_while_a_tensor_lies_in_it() -> None:
     reader.close()
 
 
+def test_small_batches_have_more_slots() -> None:
+    """A slot of 4,000 bytes takes two pages, so 40,000 bytes hold four, and a batch of 30,000 bytes only two."""
+    writer, reader = SlotWriter(2, num_bytes=40_000), SlotReader()
+    small = [reader.take(put(writer, noise(4_000, seed))) for seed in range(4)]
+    assert writer.num_more == 2
+    assert put(writer, noise(4_000)) is None
+    large = [reader.take(put(writer, noise(30_000, seed))) for seed in range(2)]
+    assert writer.num_more == 0
+    assert put(writer, noise(30_000)) is None
+    reader.close()
+    for size, taken in ((4_000, small), (30_000, large)):
+        for seed, got in enumerate(taken):
+            np.testing.assert_array_equal(got, noise(size, seed))
+
+
 def test_a_slot_is_taken_once_until_it_is_freed() -> None:
     writer, reader = SlotWriter(2), SlotReader()
     first, second = put(writer, noise(100, 1)), put(writer, noise(100, 2))
