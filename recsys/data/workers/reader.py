@@ -24,7 +24,6 @@ from recsys.data.workers import memory
 from recsys.data.workers.slots import ReservedSlot, SlotWriter
 from recsys.errors import DataError, RecsysError
 
-
 _SMALL = 2**22
 """Bytes in shared memory up to which a reader process prepares more batches ahead than asked. Otherwise a
 small model waits for each block of row groups, which a reader converts all at once."""
@@ -112,7 +111,7 @@ class Reader:
 
     @property
     def more_ahead(self) -> int:
-        """Number of batches that this process may prepare ahead beyond what was asked, since they are small."""
+        """Number of batches, beyond those asked, that this process may prepare ahead, since they are small."""
         return 0 if self._slots is None else self._slots.num_more
 
     def plan(self, epoch: int) -> EpochPlan:

@@ -51,7 +51,7 @@ def test_a_slot_is_not_free_while_a_tensor_lies_in_it() -> None:
 
 
 def test_small_batches_have_more_slots() -> None:
-    """A slot of 4,000 bytes takes two pages, so 40,000 bytes hold four, and a batch of 30,000 bytes only two."""
+    """A slot for 4,000 bytes takes two pages, so 40,000 bytes hold four; large batches have the two asked."""
     writer, reader = SlotWriter(2, num_bytes=40_000), SlotReader()
     small = [reader.take(put(writer, noise(4_000, seed))) for seed in range(4)]
     assert writer.num_more == 2
