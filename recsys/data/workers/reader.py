@@ -111,7 +111,7 @@ class Reader:
 
     @property
     def more_ahead(self) -> int:
-        """Number of batches, beyond those asked, that this process may prepare ahead, since they are small."""
+        """Number of batches, beyond those asked, that this process may prepare ahead; they are small."""
         return 0 if self._slots is None else self._slots.num_more
 
     def plan(self, epoch: int) -> EpochPlan:
