@@ -8,6 +8,7 @@ set -uo pipefail
 runs="$1" ranks="$2" small="${3:-1}"
 here=experiments/2026-11-28-several-gpus
 mkdir -p "$runs"
+trap 'pkill -9 -f "recsys.train .*--run-dir $runs/"' EXIT # also when this script is stopped
 
 # Trains without end, and kills all processes when COMMAND succeeds or the time is over.
 train() { # SECONDS COMMAND NAME CONFIG OVERRIDE ...
