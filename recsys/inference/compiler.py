@@ -20,6 +20,7 @@ from torch.fx.experimental import _config as symbolic
 from recsys import environment
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
+from recsys.inference.graph_passes import shrink
 from recsys.models.signature import TensorSpec
 
 NATIVE = "native"
@@ -68,6 +69,7 @@ def compile_graph(
     # Do not specialize the graph on sizes 0 and 1, so that one artifact serves all sizes.
     with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
         captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
+        shrink(captured)
     settings: dict[str, object] = {
         "aot_inductor.check_lowerbound": False,
         # This affects only the glue code between kernels, not kernels. It halves the time of compilation.

@@ -1,6 +1,7 @@
 """The target that graphs are compiled for, and the messages when the compiler or a disk fails."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch import nn
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference.compiler import compile_graph, instruction_set
+from recsys.inference.graph_passes import shrink
 from recsys.models.signature import TensorSpec
 
 
@@ -48,6 +50,41 @@ def test_what_is_written_can_be_loaded(tmp_path):
     loaded = torch._inductor.aoti_load_package(str(path))
     for rows in (0, 1, 5):
         assert loaded(torch.arange(rows).float()).tolist() == [2 * x for x in range(rows)]
+
+
+class Repetitive(nn.Module):
+    """Casts to the dtype that is there, index arithmetic twice, a change in between, and a size from a value."""
+
+    def forward(self, x, lengths):
+        first, again = (torch.cat([n.new_zeros(1), n.cumsum(0)]) for n in (lengths, lengths))
+        total = lengths.sum().item()
+        torch._check(total >= 0)
+        rows = torch.arange(total).index_select(0, first[:-1].clamp(max=total - 1))
+        buffer = x.double().to(torch.float32) * 1
+        before = buffer.sum(dim=1)
+        buffer.add_(1)
+        after = buffer.sum(dim=1)
+        return x.to(torch.float32), before, after, again + rows.sum(), x.to(torch.float32).to(torch.float64)
+
+
+def test_a_smaller_graph_gives_the_same_bits():
+    dims = {"rows": torch.export.Dim("rows", min=0), "samples": torch.export.Dim("samples", min=0)}
+    inputs = torch.randn(5, 4), torch.tensor([3, 2])
+    captured = torch.export.export(
+        Repetitive(), inputs, dynamic_shapes=({0: dims["rows"]}, {0: dims["samples"]})
+    )
+    names = captured.graph_signature.user_outputs
+    before = Counter(str(node.target) for node in captured.graph.nodes)
+    shrink(captured)
+    captured.validate()
+    after = Counter(str(node.target) for node in captured.graph.nodes)
+    assert captured.graph_signature.user_outputs == names
+    assert before["aten.cumsum.default"] == 2 and after["aten.cumsum.default"] == 1
+    assert before["aten._assert_tensor_metadata.default"] > 0 == after["aten._assert_tensor_metadata.default"]
+    assert after["aten.sum.dim_IntList"] == 2
+    for given in (inputs, (torch.randn(3, 4), torch.tensor([1, 0, 7]))):
+        for actual, expected in zip(captured.module()(*given), Repetitive()(*given), strict=True):
+            assert torch.equal(actual, expected) and actual.dtype == expected.dtype
 
 
 @pytest.mark.parametrize(
