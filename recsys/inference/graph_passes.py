@@ -1,4 +1,4 @@
-"""Makes a captured graph smaller before it is compiled, since compilation takes milliseconds for each node."""
+"""Makes a captured graph smaller before it is compiled, since compilation takes time for each node."""
 
 import torch
 from torch import fx
@@ -11,8 +11,8 @@ _ATEN = torch.ops.aten
 def shrink(captured: ExportedProgram) -> None:
     """Removes nodes that compute nothing or what another node computes, in place; results keep every bit.
 
-    These are about 40 % of a captured model: casts to the dtype that a tensor has, a check of the dtype before
-    each cast, and index arithmetic that parts of the model repeat. `Program` checks the dtypes of inputs.
+    These are about 40 % of a captured model: casts to the dtype that a tensor has, a check of the dtype
+    before each cast, and index arithmetic that parts of the model repeat. `Program` checks inputs' dtypes.
     """
     graph = captured.graph_module.graph
     outputs = set(graph.output_node().all_input_nodes)  # the program's signature has their names

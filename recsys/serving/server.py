@@ -17,6 +17,7 @@ from recsys.inference.package import Package
 from recsys.serving.application import ServingOptions, create_app
 from recsys.serving.batcher import BatchLimits
 from recsys.serving.experiment import NAMES, Experiment
+from recsys.serving.http import http_protocol
 from recsys.serving.json_logs import json_lines
 from recsys.serving.metrics import Metrics
 from recsys.serving.model import ServingModel, StoreOptions
@@ -102,6 +103,7 @@ def serve(
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=http_protocol(),
                 log_config=None,
                 access_log=False,
                 server_header=False,
