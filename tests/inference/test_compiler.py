@@ -53,7 +53,7 @@ def test_what_is_written_can_be_loaded(tmp_path):
 
 
 class Repetitive(nn.Module):
-    """Casts to the dtype that is there, index arithmetic twice, a change in between, and a size from a value."""
+    """Casts to the dtype that is there, sums twice, a change in between, and a size from a value."""
 
     def forward(self, x, lengths):
         first, again = (torch.cat([n.new_zeros(1), n.cumsum(0)]) for n in (lengths, lengths))
@@ -70,9 +70,8 @@ class Repetitive(nn.Module):
 def test_a_smaller_graph_gives_the_same_bits():
     dims = {"rows": torch.export.Dim("rows", min=0), "samples": torch.export.Dim("samples", min=0)}
     inputs = torch.randn(5, 4), torch.tensor([3, 2])
-    captured = torch.export.export(
-        Repetitive(), inputs, dynamic_shapes=({0: dims["rows"]}, {0: dims["samples"]})
-    )
+    shapes = {0: dims["rows"]}, {0: dims["samples"]}
+    captured = torch.export.export(Repetitive(), inputs, dynamic_shapes=shapes)
     names = captured.graph_signature.user_outputs
     before = Counter(str(node.target) for node in captured.graph.nodes)
     shrink(captured)

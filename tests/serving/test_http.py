@@ -16,14 +16,13 @@ async def application(scope, receive, send):
         message = await receive()
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
     body = f"{len(scope['headers'])} {size}".encode()
-    await send(
-        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]}
-    )
+    headers = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def answers(*requests: list[bytes]) -> list[bytes]:
-    """The bytes that each connection gets for the pieces that it sends, until the server closes it or 9 follow."""
+    """The first bytes that each connection gets for the pieces that it sends."""
 
     async def ask(port: int, pieces: list[bytes]) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
