@@ -23,19 +23,23 @@ from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, rand
 from tests.scoring.test_prefill import HYBRID
 from tests.scoring.test_signature import BF16, RANKER_SASREC, SIZES, TRUNCATED
 
+EXPORTED_HYBRID = """model { ranker { mixer { hybrid {
+  mixers { linear { num_heads: 2  qk_dim: 4  num_layers: 1 } }
+  mixers { hstu { num_heads: 2  qk_dim: 4  layer_groups { num_layers: 1  tail_len: 3 } } } } } } }"""
 MODELS = {
     "hstu": (RANKER,),
     "truncated": (RANKER, TRUNCATED),
     "bf16": (RANKER, BF16),
     "sasrec": (RANKER, RANKER_SASREC),
     "hybrid": (RANKER, HYBRID),
+    "hybrid to be exported": (RANKER, EXPORTED_HYBRID),
     "all encoders": RANKERS["all"],
     "channels": RANKERS["channels"],
     "interleaved channels": RANKERS["interleaved channels"],
 }
 
 
-CAPTURED = ("hybrid", "all encoders", "interleaved channels")
+CAPTURED = ("hybrid to be exported", "all encoders", "interleaved channels")
 """To capture takes seconds: these are always tried, the others with --slow."""
 
 
@@ -71,6 +75,8 @@ def captured(graph, specs, example):
 
 
 def programs(model):
+    if model.pipeline == pipeline_of(*MODELS["hybrid"]):
+        pytest.skip("the loop of linear attention cannot be captured behind a truncation")
     form = CacheSpec.of(model)
     signatures = prefill_signature(model.pipeline), cached_signature(model.pipeline, form)
     return [
