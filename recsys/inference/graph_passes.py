@@ -23,6 +23,7 @@ def shrink(captured: ExportedProgram) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     captured.graph_module.graph = fx_graph_cse(graph)
+    captured.graph_module.graph.eliminate_dead_code()
     captured.graph_module.recompile()
 
 
