@@ -155,7 +155,7 @@ def test_dropout_is_for_training(mixer):
     assert not torch.equal(mixer(sequence).values, mixer(sequence).values)
 
 
-def products_of_the_recurrence(q, k, v, log_decay, layout, *, beta=None, backend):
+def products_of_the_recurrence(q, k, v, log_decay, layout, *, beta=None, initial_state=None, backend):
     """The matrix products of `linear_attention` in its recurrent form: its chunks multiply more than that."""
     q, k, v = (tensor.flatten(0, 1)[:, None] for tensor in (q, k, v))
     added = k.transpose(1, 2) @ v
