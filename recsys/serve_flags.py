@@ -28,6 +28,8 @@ def check(flags: argparse.Namespace, token: str | None) -> None:
         raise ConfigError(
             "--share: give it with two packages: the share of the users whom the second one answers"
         )
+    if flags.user_store_folder_mib is not None and flags.user_store_folder is None:
+        raise ConfigError("--user-store-folder-mib: it is for a folder; give --user-store-folder")
     if flags.item_names and not flags.page_rows:
         raise ConfigError("--item-names: it is for the page; give --page-rows, the rows of its users")
     if flags.page_rows and token is not None:

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from recsys import protos as pb
 from recsys.errors import ConfigError
 from recsys.inference.predictor import Predictor
 from recsys.inference.stored_scores import StoredScores
@@ -21,7 +22,7 @@ def served(folder, ways: Counter, *, cached: bool = True) -> ServingModel:
     package = Watched(pipeline_of(), cached=cached)
     (folder / "manifest.json").write_text("{}")
     package.folder, package.description.step = folder, 1
-    store = StoreOptions(16, lambda way, rows: ways.update({way: rows}))
+    store = StoreOptions(pb.UserStore(host_mib=16), lambda way, rows: ways.update({way: rows}))
     return ServingModel(package, *LIMITS, store=store)
 
 
