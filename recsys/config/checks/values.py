@@ -58,6 +58,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.ExportTables: {"memory_map_above_bytes": NOT_NEGATIVE},
     pb.Predict: {"top_k": COUNT, "batch_size": COUNT, "candidates_per_microbatch": COUNT},
     pb.UserStore: {"host_mib": NOT_NEGATIVE, "device_mib": NOT_NEGATIVE},
+    pb.UserFolder: {"mib": COUNT},
     pb.FaissIndex: {"recall_rows": NOT_NEGATIVE},
     pb.IdFeature: {"embedding_dim": COUNT},
     pb.Vocabulary: {"size": COUNT, "unknown_rate": BELOW_ONE},
