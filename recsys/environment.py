@@ -8,6 +8,7 @@ of it.
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -250,7 +251,7 @@ def import_torchrec_quietly() -> ModuleType:
     for beginning in _NEEDLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=beginning)
     try:
-        with _quiet_root_logger():
+        with _quiet_root_logger(), _without_collections():
             module = importlib.import_module("torchrec")
     except _BROKEN as error:
         raise InstallationError(f"torchrec cannot be imported ({error}): {REPAIR}") from error
@@ -307,6 +308,23 @@ def _quiet_root_logger() -> Iterator[None]:
         root.removeFilter(_is_worth_reading)
         if guard is not None:
             root.removeHandler(guard)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Stops the garbage collector during the block, which makes objects that stay: a sixth of the CPU time of
+    importing torchrec is spent on looking at them again and again."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():  # both calls move all objects to the oldest generation and look at none
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
 
 
 def _is_worth_reading(record: logging.LogRecord) -> bool:

@@ -1,5 +1,6 @@
 """Gives every test fixed seeds and one thread, and defines the markers `gpu`, `interpreted` and `slow`."""
 
+import gc
 import os
 import random
 import signal
@@ -12,6 +13,9 @@ import torch
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
+# PyTorch and TorchRec make more than a million objects. Full collections look at all of them, which took a
+# quarter of the CPU time of many tests: they are rare, and leave out what precedes the first test.
+gc.set_threshold(50_000, 20, 100)
 
 LONG_FILES = {"test_quickstart.py", "test_export_predict.py", "test_readme.py", "test_hopper_kernel.py"}
 """Files that take longest. They come first, so that no worker is left alone with one of them at the end."""
@@ -48,6 +52,10 @@ def pytest_collection_modifyitems(config, items):
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(skip_slow)
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
+
+def pytest_collection_finish(session):
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

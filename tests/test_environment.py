@@ -1,5 +1,6 @@
 """`recsys.environment` on this machine, compared with other tools."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import logging
@@ -238,3 +239,16 @@ def test_handlers_that_the_application_set_are_used(tmp_path, caplog, monkeypatc
     del sys.modules["torchrec"]
     assert [record.message for record in caplog.records] == ["library loading might crash!", "another logger"]
     assert logging.getLogger().handlers == before
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_rests_during_the_import_only(enabled, monkeypatch):
+    seen = []
+    monkeypatch.setattr(environment.importlib, "import_module", lambda name: seen.append(gc.isenabled()))
+    frozen = gc.get_freeze_count()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        environment.import_torchrec_quietly()
+        assert (seen, gc.isenabled(), gc.get_freeze_count()) == ([False], enabled, frozen)
+    finally:
+        gc.enable()

@@ -7,6 +7,7 @@ A new Python spends seconds of CPU time on these imports. Tests that are about t
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -149,8 +150,11 @@ def run_ranks(function: Callable[..., None], *arguments: Any, ranks: int = 2) ->
 
 def serve() -> None:
     """Answers each line of stdin, until there are no more; in a fork, calls its function and exits."""
+    gc.disable()
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    gc.freeze()  # a collection would look at all of this, and copy its memory in each fork
+    gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     for line in sys.stdin:
