@@ -1,5 +1,6 @@
 """Gives every test fixed seeds and one thread, and defines the markers `gpu`, `interpreted` and `slow`."""
 
+import fcntl
 import gc
 import os
 import random
@@ -52,6 +53,16 @@ def pytest_collection_modifyitems(config, items):
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(skip_slow)
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Lets one worker after the other import a file: only the first one compiles it, and what it imports."""
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    with collector.path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_finish(session):

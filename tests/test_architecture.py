@@ -1,6 +1,7 @@
 """The layers of the package: an import that points upward fails here, also one inside a function."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def layer_of(path: Path) -> str | None:
     return None if first == "__init__" else first
 
 
+@functools.cache
 def imports_of(source: str, package: str) -> set[str]:
     """Every `recsys` name that a module imports, anywhere in it, as a dotted path below `recsys`."""
     results = set()

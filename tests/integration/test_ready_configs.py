@@ -1,6 +1,6 @@
 """Every file of `configs/`: trained for some steps on bundled rows, exported, predicted, equal to evaluation.
 
-The model, the features and the training are those of the file, but for the depth of one; the rows and their
+The model, the features and the training are those of the file, but for the depth of some; the rows and their
 number are not. Nothing is compiled here but with `--slow`.
 """
 
@@ -41,10 +41,18 @@ SHORT = (
 )
 
 
+ONE_LAYER = ("model.retriever.mixer.hstu.num_layers=1",)
 SHALLOW = {
-    "ml_1m_hstu_large.config": ("model.retriever.mixer.hstu.num_layers=2",),
+    "amazon_beauty_hstu.config": ONE_LAYER,
+    "amazon_beauty_sasrec.config": ("model.retriever.mixer.sasrec.num_layers=1",),
+    "ml_1m_hstu.config": ONE_LAYER,
+    "ml_1m_hstu_large.config": ONE_LAYER,
+    "ml_1m_ranking.config": tuple(
+        f"model.ranker.mixer.hstu.layer_groups[{group}].num_layers=1" for group in (0, 1)
+    ),
 }
-"""Overrides of deep stacks of equal layers, of which two do what eight do."""
+"""Overrides of stacks of equal layers, of which one does what all do; the other configs keep their stacks,
+among them one of each kind."""
 
 
 def movielens_ranking(folder: Path) -> Path:

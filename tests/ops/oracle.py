@@ -3,6 +3,7 @@
 Written from the tables and formulas of the specification, not from the code: nothing here uses the package.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -49,6 +50,13 @@ def sees(sample: Sample, i: int, j: int, mask) -> bool:
         return is_last or j - sample.contextual < mask.prefix
     same_group = (i - first_target) // mask.target_group_size == (j - first_target) // mask.target_group_size
     return same_group and j < i
+
+
+@functools.cache
+def table(sample: Sample, mask) -> list[list[bool]]:
+    """Whether row i sees key j, by i and j."""
+    tokens = range(sample.length)
+    return [[sees(sample, i, j, mask) for j in tokens] for i in tokens]
 
 
 def bucket(seconds: int, num_buckets: int) -> int:

@@ -48,8 +48,7 @@ def tokens_of(sequence, values) -> list[list[Token]]:
     return samples
 
 
-@pytest.mark.parametrize("contextual", [0, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "contextual"), [("gated", 0), *((form, 2) for form in FORMS)])
 def test_outputs_and_gradients_are_those_of_the_oracle(form, contextual):
     mixer, config = build(FORMS[form])
     sequence = random_sequence(SHAPES, contextual=contextual)

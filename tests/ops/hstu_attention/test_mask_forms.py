@@ -12,7 +12,7 @@ import torch
 
 from recsys.ops.jagged import mask as definition
 from tests.ops.cases import MASKS, samples
-from tests.ops.oracle import sees
+from tests.ops.oracle import table
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
@@ -109,8 +109,13 @@ FORMS = (
 def test_a_form_is_the_table(form, contextual):
     for mask, sample in itertools.product(MASKS, samples(contextual, SHAPES)):
         token, end = torch.arange(sample.length), torch.tensor(contextual + sample.uih)
-        table = torch.tensor([[sees(sample, i, j, mask) for j in token.tolist()] for i in token.tolist()])
-        assert torch.equal(form(mask, sample, token, end), table), (mask, sample)
+        assert torch.equal(form(mask, sample, token, end), torch.tensor(table(sample, mask))), (mask, sample)
+
+
+def ends_by_tile(intervals, tiles: int) -> list[tuple[tuple[int, int], ...]]:
+    """The start and the end of each interval, by tile."""
+    pairs = [zip(*(end.expand(tiles).tolist() for end in ends), strict=True) for ends in intervals]
+    return list(zip(*pairs, strict=True))
 
 
 @pytest.mark.parametrize("keys", [False, True])
@@ -119,22 +124,26 @@ def test_intervals_of_a_tile_cover_what_it_sees_and_have_in_common_what_all_of_i
     intervals_of = in_kernel("tile_intervals")
     for mask, sample in itertools.product(MASKS, samples(contextual, SHAPES)):
         tokens = range(sample.length)
-        table = torch.tensor([[sees(sample, i, j, mask) for j in tokens] for i in tokens])
-        table = table.T if keys else table
+        rows = table(sample, mask)
+        rows = [list(column) for column in zip(*rows, strict=True)] if keys else rows
         tiles = [(first, last) for first in tokens for last in range(first, min(first + 5, sample.length))]
         end, length = torch.tensor(contextual + sample.uih), torch.tensor(sample.length)
         for before in (0,) if keys else (0, 2):
             behind = [(first, last) for first, last in tiles if first >= before]
             first, last = (torch.tensor(edge) - before for edge in zip(*behind, strict=True))
             hulls, common = intervals_of(first, last, before, end, length, *rules(mask, sample), keys)
-            for number, (low, high) in enumerate(behind):
-                any_of_it, all_of_it = table[low : high + 1].any(0), table[low : high + 1].all(0)
-                covered = torch.zeros_like(any_of_it)
-                for start, stop in ((int(edge[number]) for edge in hull) for hull in hulls):
-                    covered[start:stop] = True
-                    assert stop == 0 or (start < stop and any_of_it[start] and any_of_it[stop - 1])
-                assert not (any_of_it & ~covered).any(), (mask, sample, low, high)
-                for start, stop in (
-                    (int(edge.expand(len(behind))[number]) for edge in part) for part in common
-                ):
-                    assert stop <= start or all_of_it[max(start, 0) : stop].all(), (mask, sample, low, high)
+            covers, shares = (ends_by_tile(intervals, len(behind)) for intervals in (hulls, common))
+            for (low, high), covering, shared in zip(behind, covers, shares, strict=True):
+                columns = list(zip(*rows[low : high + 1], strict=True))
+                seen, covered = {j for j in tokens if any(columns[j])}, set()
+                for start, stop in covering:
+                    covered |= set(range(start, stop))
+                    assert stop == 0 or (start < stop and {start, stop - 1} <= seen)
+                assert seen <= covered, (mask, sample, low, high)
+                for start, stop in shared:
+                    assert stop <= start or all(map(all, columns[max(start, 0) : stop])), (
+                        mask,
+                        sample,
+                        low,
+                        high,
+                    )

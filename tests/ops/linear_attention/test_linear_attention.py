@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -113,6 +113,7 @@ def test_outputs_states_and_all_gradients_are_those_of_the_recurrence(shapes, co
     assert_is(problem(shapes, contextual=contextual, **form).with_options(scale=0.7), by_hand, close=1e-10)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=4), st.integers(0, 2))
 def test_random_layouts(shapes, contextual):
     if shapes and contextual + sum(map(sum, shapes)):

@@ -29,7 +29,7 @@ from recsys.ops.hstu_attention.work_list.columns import (
     UNMASKED_START,
 )
 from tests.ops.cases import MASKS, cut, layout_of, samples
-from tests.ops.oracle import sees
+from tests.ops.oracle import table
 
 SHAPES = [(9, 5), (0, 3), (0, 0), (23, 0), (2, 9), (14, 4)]
 MORE_MASKS = [AttentionMask(window=6, target_group_size=3), AttentionMask(9, prefix=5, target_window=True)]
@@ -79,6 +79,7 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
             sample = batch[number]
             assert item[LENGTH] == sample.length
             assert item[HISTORY_END] == sample.contextual + sample.uih
+            sees = table(sample, mask)
             tokens = range(max(item[FIRST], 0), min(item[FIRST] + tile, sample.length))
             assert visited(item) and tokens
             if by_rows and strip:  # as many strips as there are rows for, and only the last is cut short
@@ -92,15 +93,16 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
                     for token in tokens
                     for partner in others
                 ]
-                seen = [sees(sample, i, j, mask) for i, j in pairs]
+                seen = [sees[i][j] for i, j in pairs]
                 assert masked or all(seen)
                 if not masked and by_rows:  # keys past the end are not masked away there
                     assert (at + 1) * block <= sample.length
                 covered.update((number, i, j) for i, j in pairs)
         assert not covered or max(covered.values()) == 1
         for number, sample in enumerate(batch):
+            sees = table(sample, mask)
             for i, j in itertools.product(range(sample.length), repeat=2):
-                needed = sees(sample, i, j, mask) and is_read(sample, i, tail)
+                needed = sees[i][j] and is_read(sample, i, tail)
                 assert covered[number, i, j] or not needed
 
 
@@ -138,6 +140,7 @@ def test_with_a_cache_new_rows_visit_the_keys_of_both(mask, contextual):
             number = starts.index(item[START])
             number += [length > 0 for length in parts.layout.lengths.tolist()[number:]].index(True)
             sample, kept = batch[number], item[CACHE_LENGTH]
+            sees = table(sample, mask)
             assert kept == parts.cache_layout.lengths[number] and item[LENGTH] == sample.length - kept
             assert item[CACHE_START] == parts.cache_layout.offsets[number]
             assert 0 <= item[PART_FIRST] <= item[PART_FIRST] + item[PART_LENGTH] <= kept
@@ -148,15 +151,14 @@ def test_with_a_cache_new_rows_visit_the_keys_of_both(mask, contextual):
                 for at, masked in visited(columns):
                     inside = range(at * block, min((at + 1) * block, length))
                     pairs = [(i, first + j) for i in rows for j in inside]
-                    assert masked or (
-                        len(inside) == block and all(sees(sample, *pair, mask) for pair in pairs)
-                    )
+                    assert masked or (len(inside) == block and all(sees[i][j] for i, j in pairs))
                     covered.update((number, *pair) for pair in pairs)
         assert not covered or max(covered.values()) == 1
         for number, sample in enumerate(batch):
+            sees = table(sample, mask)
             rows = range(int(parts.cache_layout.lengths[number]), sample.length)
             for i, j in itertools.product(rows, range(sample.length)):
-                assert covered[number, i, j] or not sees(sample, i, j, mask)
+                assert covered[number, i, j] or not sees[i][j]
 
 
 def test_candidates_need_the_mask_among_themselves_only():
