@@ -201,16 +201,6 @@ def test_a_broken_installation_ends_a_command_with_exit_code_5_and_the_remedy(tm
     assert "python -m recsys.install" in done.stderr and "python -m recsys.doctor" in done.stderr
 
 
-def test_the_first_jagged_tensor_is_silent():
-    code = (
-        "import torch; from recsys.environment import import_torchrec_quietly as load; "
-        "load().KeyedJaggedTensor(['a'], values=torch.tensor([1]), lengths=torch.tensor([1]))"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-
-
 def test_an_export_says_nothing_about_its_libraries_and_what_others_say(recwarn):
     import torch
 

@@ -53,7 +53,7 @@ RUN = {
     "python scripts/draw_docs.py": "--check",
 }
 NOT_RUN = {
-    "scripts/quickstart": "tests/scripts/test_quickstart.py",
+    "scripts/quickstart": "tests/integration/test_quickstart.py",
     "scripts/test": "it is what runs this test",
     "scripts/test --slow": "it is what runs the tests that this one leaves out",
     "recsys train --config configs/ml_1m_hstu.config --run-dir runs/ml_1m_hstu": "its data is not "
@@ -208,11 +208,13 @@ def outputs(home) -> dict[str, str]:
 def run(words: list[str], folder: Path) -> str:
     """Runs a command line with the Python of the tests; returns what it printed.
 
-    `recsys` runs in a fork, which imports nothing again; `tests/test_main.py` starts it as a process.
+    `recsys` and scripts run in forks, which import nothing again; `tests/test_main.py` starts `recsys` as a
+    process.
     """
     program, *rest = words
-    if program == "recsys":
-        process = forks.server().start("tests.tools.forks:run_module", "recsys", *rest, cwd=folder)
+    if program == "recsys" or rest[0].startswith("scripts/"):
+        target = ("run_module", "recsys") if program == "recsys" else ("run_script",)
+        process = forks.server().start(f"tests.tools.forks:{target[0]}", *target[1:], *rest, cwd=folder)
         output, code = process.communicate()[0], process.returncode
     else:
         command = [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else []), *rest]

@@ -1,16 +1,32 @@
-"""A ranker and a retriever, trained for a moment and exported: made once for all files that ask for them."""
+"""A ranker and a retriever, trained for a moment and exported: made once for all files that ask for them.
+
+The ranker is what scripts/quickstart makes of a shorter training.
+"""
 
 import fcntl
+import shlex
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tests.integration.runs import ROOT, command, command_in_new_process
+from tests.integration.runs import ROOT, command, command_in_new_process, one_thread
 
-RANKER = ("tests/integration/tiny.config", "train.num_steps=40", "train.evaluation.every_steps=40")
+QUICKSTART_OUTPUT = "quickstart.txt"
+"""The file beside the ranker's run that holds what scripts/quickstart printed."""
+
+SHORT = {
+    "num_epochs: 2": "num_steps: 40",
+    "warmup_steps: 50": "warmup_steps: 10",
+    "num_workers: 1": "num_workers: 0",
+}
+"""Changes of the text of configs/quickstart.config."""
+
 RETRIEVER = (
     "configs/movielens_small_two_tower.config",
     "train.num_epochs=",
@@ -47,21 +63,47 @@ def shared(base: Path, name: str) -> Exported:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.package.exists():
             shutil.rmtree(made.run, ignore_errors=True)
-            _make(made, *(RANKER if name == "ranker" else RETRIEVER))
+            _make_ranker(made) if name == "ranker" else _make(made, *RETRIEVER)
+            made.package.parent.mkdir(exist_ok=True)
+            shutil.move(made.run / "export", made.package)
     return made
 
 
+def _make_ranker(made: Exported) -> None:
+    """Runs scripts/quickstart in a folder that is like a checkout."""
+    shutil.copyfile(ROOT / "tests/data/kuairand/test.parquet", made.rows)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for name in ("recsys", "tests"):
+            (folder / name).symlink_to(ROOT / name)
+        for name in ("configs", "scripts"):
+            (folder / name).mkdir()
+        config = (ROOT / "configs" / "quickstart.config").read_text(encoding="utf-8")
+        for text, short in SHORT.items():
+            assert text in config
+            config = config.replace(text, short)
+        (folder / "configs" / "quickstart.config").write_text(config, encoding="utf-8")
+        script = shutil.copy(ROOT / "scripts" / "quickstart", folder / "scripts")
+        (folder / "scripts" / "_bootstrap.sh").write_text("bootstrap() { :; }\n")
+        stand_in = folder / ".venv" / "bin" / "python"
+        stand_in.parent.mkdir(parents=True)
+        stand_in.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        stand_in.chmod(0o755)
+        environment = one_thread() | {"PYTHONPATH": str(folder)}
+        done = subprocess.run(
+            ["bash", script], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        made.run.parent.joinpath(QUICKSTART_OUTPUT).write_text(done.stdout + done.stderr, encoding="utf-8")
+        shutil.move(folder / "runs" / "quickstart", made.run)
+
+
 def _make(made: Exported, config: str, *overrides: str) -> None:
-    if config == RANKER[0]:
-        shutil.copyfile(ROOT / "tests/data/kuairand/test.parquet", made.rows)
-    else:
-        table = pq.read_table(ROOT / "tests/data/movielens/test.parquet")
-        short = table.filter(pc.less_equal(pc.list_value_length(table["uih_item_id"]), 50))
-        pq.write_table(short, made.rows, row_group_size=100)
+    table = pq.read_table(ROOT / "tests/data/movielens/test.parquet")
+    few = table.filter(pc.less_equal(pc.list_value_length(table["uih_item_id"]), 50))
+    pq.write_table(few, made.rows, row_group_size=100)
     settings = [part for override in overrides for part in ("--set", override)]
     command("train", "--config", config, "--run-dir", made.run, *settings)
     # Nothing but our own lines: a user cannot act on what libraries say about themselves.
     said = command_in_new_process("export", "--run-dir", made.run, cwd=ROOT).strip().splitlines()
     assert all(" INFO " in line for line in said), said
-    made.package.parent.mkdir(exist_ok=True)
-    shutil.move(made.run / "export", made.package)

@@ -27,6 +27,7 @@ from recsys.training.restricted_unpickler import read_chunks
 from tests.integration.exports import Exported
 from tests.integration.runs import ROOT, command, command_in_new_process, evaluate
 
+TASKS = ("is_click", "long_view", "is_like", "watch_time")
 ITEM_TABLE = "embed.tables.dim_50.embeddings.item_id_table.weight"
 
 
@@ -56,9 +57,9 @@ def test_a_rankers_predictions_have_the_evaluated_quality(ranker, tmp_path):
         assert actual[column].to_pylist() == rows[column].to_pylist()
     metrics = evaluated(ranker)
     clicks = rows["candidate_is_click"].combine_chunks().flatten().to_numpy()
-    # The config keeps 5 candidates of a row for evaluation; prediction scores all of them.
+    # The config keeps 10 candidates of a row for evaluation; prediction scores all of them.
     kept = np.concatenate(
-        [np.arange(n) < 5 for n in pc.list_value_length(rows["candidate_item_id"]).to_pylist()]
+        [np.arange(n) < 10 for n in pc.list_value_length(rows["candidate_item_id"]).to_pylist()]
     )
     scores = actual["is_click"].combine_chunks().flatten().to_numpy()
     assert len(scores) == len(clicks)
@@ -77,7 +78,7 @@ def test_a_checkpoint_predicts_like_its_package_without_a_compiler(family, reque
     actual = pq.read_table(tmp_path / "run")
     expected = predict(exported.package, exported.rows, tmp_path / "package")
     assert actual.column_names == expected.column_names
-    for name in ("is_click", "watch_time") if family == "ranker" else ("score",):
+    for name in TASKS if family == "ranker" else ("score",):
         ours, theirs = (table[name].combine_chunks().flatten().to_numpy() for table in (actual, expected))
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     said = command("predict", "--checkpoint", "best", "--package", exported.package, code=2)
@@ -434,7 +435,7 @@ def test_with_a_cache_predictions_are_the_same(ranker, tmp_path):
     expected = predict(ranker.package, path, tmp_path / "whole")
     for name in expected.column_names:
         for got, want in zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True):
-            assert got == (pytest.approx(want, abs=1e-5) if name in ("is_click", "watch_time") else want)
+            assert got == (pytest.approx(want, abs=1e-5) if name in TASKS else want)
     damaged = bytearray((package / "weights.safetensors").read_bytes())
     damaged[-1] ^= 1
     (package / "weights.safetensors").write_bytes(damaged)

@@ -131,7 +131,7 @@ def test_the_page_shows_names_of_the_best_items(ranker, tmp_path):
         nobody = running.client.get("/", params={"user": NASTY})
     order = sorted(range(len(answer["is_click"])), key=lambda i: -answer["is_click"][i])
     head, *cells = shown.tables["items"]
-    assert head == ["item", "name", "is_click", "watch_time"]
+    assert head == ["item", "name", "is_click", "long_view", "is_like", "watch_time"]
     assert [line[:2] for line in cells] == [
         [str(answer["candidate_item_id"][i]), f"{NASTY} {answer['candidate_item_id'][i]}"] for i in order
     ]

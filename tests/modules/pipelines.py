@@ -107,8 +107,8 @@ CHANNELS = """model { ranker {
     channels { name: "all" }
   } }
   mixer { mixture {
-    stacks { channel: "click"  hstu { num_heads: 2  qk_dim: 4  scale_len: 3 } }
-    stacks { channel: "like or long"  hstu { num_heads: 2  qk_dim: 4  scale_len: 3 } }
+    stacks { channel: "click"  hstu { num_layers: 1  num_heads: 2  qk_dim: 4  scale_len: 3 } }
+    stacks { channel: "like or long"  hstu { num_layers: 1  num_heads: 2  qk_dim: 4  scale_len: 3 } }
     stacks { channel: "all"  hstu {
       qk_dim: 4  v_dim: 3  scale_len: 5  bias { num_time_buckets: 40 }
       layer_groups { num_layers: 1 }

@@ -21,7 +21,7 @@ from recsys.scoring.prefill import CachedModel
 from recsys.scoring.signature import flatten, scoring_signature
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
 from tests.scoring.test_prefill import HYBRID
-from tests.scoring.test_signature import BF16, RANKER_SASREC, SIZES, TRUNCATED
+from tests.scoring.test_signature import BF16, ONE_LAYER, RANKER_SASREC, SIZES, TRUNCATED
 
 EXPORTED_HYBRID = """model { ranker { mixer { hybrid {
   mixers { linear { num_heads: 2  qk_dim: 4  num_layers: 1 } }
@@ -33,14 +33,15 @@ MODELS = {
     "sasrec": (RANKER, RANKER_SASREC),
     "hybrid": (RANKER, HYBRID),
     "hybrid to be exported": (RANKER, EXPORTED_HYBRID),
-    "all encoders": RANKERS["all"],
+    "all encoders": (*RANKERS["all"], ONE_LAYER),
     "channels": RANKERS["channels"],
     "interleaved channels": RANKERS["interleaved channels"],
 }
 
 
 CAPTURED = ("hybrid to be exported", "all encoders", "interleaved channels")
-"""To capture takes seconds: these are always tried, the others with --slow."""
+"""To capture takes seconds: these are always tried, the others with --slow. A stack of the channels is
+truncated, and `ops/hstu_attention/cached/test_cached_export.py` captures attention with a mask."""
 
 
 @pytest.fixture(params=MODELS, scope="module")

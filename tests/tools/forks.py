@@ -133,6 +133,13 @@ def run_module(name: str, *arguments: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def run_script(path: str, *arguments: str) -> None:
+    """`python <path>`, in a fork; it ends with the exit code of the script."""
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent.resolve()))
+    runpy.run_path(path, run_name="__main__")
+
+
 def run_ranks(function: Callable[..., None], *arguments: Any, ranks: int = 2) -> None:
     """Calls a function of a module with a rank and the arguments in as many processes; waits for their end.
 
