@@ -18,7 +18,19 @@ hypothesis.settings.load_profile("fixed")
 # quarter of the CPU time of many tests: they are rare, and leave out what precedes the first test.
 gc.set_threshold(50_000, 20, 100)
 
-LONG_FILES = {"test_quickstart.py", "test_export_predict.py", "test_readme.py", "test_hopper_kernel.py"}
+LONG_FILES = {
+    "test_quickstart.py",
+    "test_distributed.py",
+    "test_export_predict.py",
+    "test_generator.py",
+    "test_hopper_compile.py",
+    "test_hopper_emulated.py",
+    "test_hopper_kernel.py",
+    "test_readme.py",
+    "test_ready_configs.py",
+    "test_signature.py",
+    "test_triton_compile.py",
+}
 """Files that take longest. They come first, so that no worker is left alone with one of them at the end."""
 
 
