@@ -38,8 +38,15 @@ def compile_double(path: Path) -> None:
     compile_graph(Double().eval(), specs, (torch.ones(3),), path, pb.Pipeline())
 
 
-def test_a_disk_that_is_full_is_an_error_and_not_the_end_of_the_process():
-    """PyTorch's own writer of archives ends in std::terminate."""
+def test_a_disk_that_is_full_is_an_error_and_not_the_end_of_the_process(monkeypatch):
+    """PyTorch's own writer of archives, here without the compiler before it, ends in std::terminate."""
+
+    def write(captured, package_path, inductor_configs):
+        archive = torch._C.PyTorchFileWriter(package_path)
+        archive.write_record("data", bytes(2**20), 2**20)
+        archive.write_end_of_file()
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
         compile_double(Path("/dev/full"))
 
