@@ -1,5 +1,6 @@
 """Vectors of items: PPMI and whitening by their definitions, and nothing from behind the training cut."""
 
+import importlib.util
 import math
 import random
 from pathlib import Path
@@ -13,7 +14,11 @@ from recsys.prepare.__main__ import main as prepare_main
 from recsys.sid import catalogue, sources
 from recsys.sid.__main__ import main
 
-pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install -e '.[sid]'")
+# Every worker imports this file, but only one needs scikit-learn, whose import takes two seconds.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None,
+    reason="scikit-learn is not installed: pip install -e '.[sid]'",
+)
 
 
 def test_ppmi_is_that_of_a_double_loop():
