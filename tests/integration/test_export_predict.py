@@ -322,7 +322,8 @@ def test_wrong_calls_say_what_to_do(ranker, tmp_path):
     assert "carries its own config" in command(
         "predict", "--package", ranker.package, "--config", "x.config", code=2
     )
-    said = command("predict", "--package", ranker.package, "--output", tmp_path / "o", code=2)
+    without_rows = ("--package", ranker.package, "--set", "data.test=", "--output", tmp_path / "o")
+    said = command("predict", *without_rows, code=2)
     assert "--input: not given, and the package's config has no data.test" in said
     said = command("predict", "--package", tmp_path, "--input", ranker.rows, code=2)
     assert f"{tmp_path}: there is no package here" in said and "python -m recsys.export" in said
