@@ -92,6 +92,7 @@ class Heartbeat:
         self.step = 0
         self._rank, self._world_size = processes.rank, processes.world_size
         self._timeout = timeout
+        self._process = f"pid {os.getpid()} on {socket.gethostname()}"
         self._place, self._moves = APART, 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -101,6 +102,8 @@ class Heartbeat:
             # The main thread may wait in the store's connection, so the beats have one of their own.
             store = _get_default_store().clone()
             store.set_timeout(timedelta(seconds=self._timeout))
+            # Only ranks with a beat are watched, and this one may be stopped before its thread has run.
+            self._post(store, Beat(0, self.step, self._place, 0, self._process))
             self._thread = threading.Thread(target=self._run, args=[store], name="heartbeat", daemon=True)
             self._thread.start()
         return self
@@ -134,15 +137,13 @@ class Heartbeat:
     def _run(self, store: dist.Store) -> None:
         number = moves = beats_there = 0
         watch = Watch(self._timeout)
-        process = f"pid {os.getpid()} on {socket.gethostname()}"
         try:
             while True:
                 ends = self._stop.wait(self._timeout / BEATS)
                 place = ENDED if ends else self._place
                 beats_there = beats_there + 1 if moves == self._moves else 0
                 moves, number = self._moves, number + 1
-                beat = Beat(number, self.step, place, beats_there, process)
-                store.set(_key(self._rank), json.dumps(asdict(beat)))
+                self._post(store, Beat(number, self.step, place, beats_there, self._process))
                 if ends:
                     return
                 if self._rank < _WATCHERS and (seen := watch.look(self._beats(store))):
@@ -153,6 +154,9 @@ class Heartbeat:
             # Whoever holds the store (torchrun or rank 0) is gone. The main thread may wait for it forever.
             if not self._stop.is_set():
                 self._end(Verdict([], f"the store through which ranks meet is gone ({error})"))
+
+    def _post(self, store: dist.Store, beat: Beat) -> None:
+        store.set(_key(self._rank), json.dumps(asdict(beat)))
 
     def _beats(self, store: dist.Store) -> dict[int, Beat]:
         """Returns the beats of the ranks that have had one."""

@@ -296,7 +296,6 @@ def start_two_ranks(command: str, *arguments: str) -> list[Fork]:
     return [start_command(command, *arguments, RANK=rank, **shared) for rank in "01"]
 
 
-@pytest.mark.slow  # on a busy machine the rank was once named only after 34 s, for a reason not known yet
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on(folder, two_ranks, jobs):
     """Ranks exchange rows, as in the run without an interruption that it is compared with."""
     run, whole = folder / "interrupted", two_ranks / "uneven_balanced"

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from torch.distributed.distributed_c10d import _get_default_store
 
+from recsys import typed_json
 from recsys.errors import LostProcessError
 from recsys.training.distributed import process_group
 from recsys.training.heartbeat import APART, BEATS, ENDED, READING, TOGETHER, Beat, Heartbeat, Verdict, Watch
@@ -52,6 +54,15 @@ def test_a_rank_that_is_stuck_elsewhere_is_named_once_others_wait_for_it(late):
 def test_ranks_that_compute_the_same_step_for_long_are_left_alone():
     """Kernels may be compiled in it. A rank that is stuck there ends at the time-out of the collective."""
     assert watched({rank: beat(1, beats_there=5 * BEATS) for rank in range(3)}) == [None]
+
+
+def test_a_rank_is_watched_from_the_first_moment_on():
+    """A small model's steps may be over before the first tenth of the time-out."""
+    with process_group() as processes, Heartbeat(replace(processes, world_size=2), 600):
+        store = _get_default_store()
+        assert store.check(["heartbeat/0"])
+        first = typed_json.parse(store.get("heartbeat/0"), Beat)
+    assert (first.number, first.place) == (0, APART)
 
 
 def test_places_are_those_of_the_main_thread():
