@@ -75,6 +75,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--token-file", metavar="FILE", help="file with the token that requests must carry")
     group.add_argument("--token-env", metavar="NAME", help="environment variable that holds this token")
+    _add_store_flags(group)
+    for name, kind, default, least, about in (
+        ("port", int, 8000, 0, "port to listen on; 0 picks a free one"),
+        ("max-wait-ms", float, 2.0, 0, "how long the first request of a batch waits for others"),
+        ("max-batch", int, 64, 1, "most rows that are scored together"),
+        ("max-queue", int, 128, 1, "most rows, and most requests, that may wait; others get a 503"),
+        ("deadline-ms", float, 1000.0, 1, "time limit of an answer; after it, a 504 is sent"),
+        ("max-body-mib", int, 8, 1, "largest body of a request; larger ones get a 413"),
+        ("max-rows", int, 256, 1, "most rows of a request"),
+        ("max-history", int, 10_000, 1, "most events of a row"),
+        ("max-candidates", int, 4_096, 1, "most candidates of a row"),
+        ("grace-s", float, 20.0, 1, "time that requests in flight have after SIGTERM"),
+    ):
+        shown = f"{about} (default: {default:g})"
+        most = 65_535 if name == "port" else 10**9
+        group.add_argument(f"--{name}", type=between(least, most, kind), default=default, help=shown)
+
+
+def _add_store_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--user-store-mib",
         metavar="MIB",
@@ -92,18 +111,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=between(1, 10**8, int),
         help="size of this folder (default: 16384)",
     )
-    for name, kind, default, least, about in (
-        ("port", int, 8000, 0, "port to listen on; 0 picks a free one"),
-        ("max-wait-ms", float, 2.0, 0, "how long the first request of a batch waits for others"),
-        ("max-batch", int, 64, 1, "most rows that are scored together"),
-        ("max-queue", int, 128, 1, "most rows, and most requests, that may wait; others get a 503"),
-        ("deadline-ms", float, 1000.0, 1, "time limit of an answer; after it, a 504 is sent"),
-        ("max-body-mib", int, 8, 1, "largest body of a request; larger ones get a 413"),
-        ("max-rows", int, 256, 1, "most rows of a request"),
-        ("max-history", int, 10_000, 1, "most events of a row"),
-        ("max-candidates", int, 4_096, 1, "most candidates of a row"),
-        ("grace-s", float, 20.0, 1, "time that requests in flight have after SIGTERM"),
-    ):
-        shown = f"{about} (default: {default:g})"
-        most = 65_535 if name == "port" else 10**9
-        group.add_argument(f"--{name}", type=between(least, most, kind), default=default, help=shown)
