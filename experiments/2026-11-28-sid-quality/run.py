@@ -223,6 +223,7 @@ class Run:
     arguments: argparse.Namespace
     process: subprocess.Popen | None = None
     gpu: int = 0
+    began: float = 0.0
 
     @property
     def name(self) -> str:
@@ -284,7 +285,7 @@ class Run:
 
     def start(self, gpu: int) -> None:
         """Starts the next command; its output goes to a file beside the folder of the run."""
-        self.gpu, command = gpu, self.command()
+        self.gpu, self.began, command = gpu, time.monotonic(), self.command()
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
         with open(f"{self.folder}.log", "a") as log:
             self.process = subprocess.Popen(
@@ -298,7 +299,10 @@ class Run:
             print(f"{self.name}: failed with {self.process.returncode}: {tail}", flush=True)
             return False
         (self.folder / "trained").touch()
-        return self.command() is not None
+        following = self.command()
+        seconds = time.monotonic() - self.began
+        print(f"{self.name}: {seconds:.0f} s before {following[0] if following else 'the end'}", flush=True)
+        return following is not None
 
 
 def best_weight(metrics: dict[str, float]) -> float:
