@@ -28,7 +28,8 @@ from recsys import files, typed_json
 from recsys.errors import ConfigError, RecsysError
 from recsys.modules.embedding import table_of
 from recsys.training import host_copies
-from recsys.training.checkpoint_writer import STATE, StateWriter, in_background, message_of
+from recsys.training.background import in_background
+from recsys.training.checkpoint_writer import STATE, StateWriter, message_of
 from recsys.training.distributed import gather, on_main
 from recsys.training.host_copies import HostCopies
 from recsys.training.names import MODEL
@@ -101,6 +102,10 @@ class Checkpoints:
             raise ValueError("nothing was being written")
         return path
 
+    def prepare(self, tensors: Tensors) -> None:
+        """Lets a thread allocate the host memory of copies, so that the first one takes no longer."""
+        self._copies.prepare(dict(tensors))
+
     def begin(self, tensors: Tensors, state: SavedState) -> None:
         """Copies a state to host memory; a thread writes it and then removes states that need not be kept.
 
@@ -131,7 +136,7 @@ class Checkpoints:
                 self._remote.send(path, [x.name for x in self.steps()], writer.group)
             return path
 
-        self._writing = in_background(write)
+        self._writing = in_background(write, "checkpoint")
 
     def wait(self) -> Path | None:
         """Waits for the state that is being written and returns its folder; None if there is none.

@@ -5,9 +5,7 @@ folder. Nothing here touches the tensors of the run, so a thread can do it while
 """
 
 import shutil
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,20 +69,6 @@ class StateWriter:
             fault = _explain(error, aside, self.needed)
             shutil.rmtree(aside, ignore_errors=True)
             raise fault from error
-
-
-def in_background(function: Callable[[], Path]) -> "Future[Path]":
-    """Calls a function in a thread that does not keep the process alive."""
-    future: Future[Path] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except Exception as error:  # noqa: BLE001  (whoever waits for the future raises it)
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
 
 
 def _prepare(aside: Path, needed: int) -> None:

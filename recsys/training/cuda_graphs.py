@@ -42,11 +42,11 @@ class StepGraph:
         _warm_up(compute, inputs)
         self._parameters, self._num_vectors, self._pool = list(parameters), len(vectors), pool
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward, pool=pool):
+        with _recorded(self._forward, pool):
             totals = compute()
         self._totals = replace(totals, losses=totals.losses.detach(), loss=totals.loss.detach())
         self._grad_loss = torch.empty_like(totals.loss)
-        with torch.cuda.graph(self._backward, pool=pool):
+        with _recorded(self._backward, pool):
             self._gradients = torch.autograd.grad(totals.loss, inputs, self._grad_loss, allow_unused=True)
         # Autograd differentiates a function only if one of its inputs requires gradients.
         self._anchor = torch.zeros((), device=totals.loss.device, requires_grad=True)
@@ -75,7 +75,7 @@ class StepGraph:
         """
         if self._update is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _recorded(graph, self._pool):
                 self._updated = function()
             self._update = graph
         self._update.replay()
@@ -101,6 +101,11 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.graph._replay_backward(grad_loss)
+
+
+def _recorded(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
+    """Records into a graph what its block computes; other threads may allocate memory meanwhile."""
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
 
 
 def _warm_up(compute: Callable[[], Totals], inputs: Sequence[Tensor]) -> None:

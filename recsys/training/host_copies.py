@@ -4,11 +4,14 @@ torch's own stagers do not copy sharded tensors that are on the CPU already, or 
 """
 
 import copy
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard
 from torchrec.distributed.types import ShardedTensor
+
+from recsys.training.background import in_background
 
 _CPU = torch.device("cpu")
 
@@ -21,9 +24,21 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor | ShardedTensor] = {}
+        self._allocating: Future[dict[str, Tensor | ShardedTensor]] | None = None
+
+    def prepare(self, tensors: dict[str, Tensor | ShardedTensor]) -> None:
+        """Lets a thread allocate the buffers of tensors, for which `take` waits.
+
+        Page-locking takes seconds for each 10 GB.
+        """
+        self._allocating = in_background(
+            lambda: {name: _buffer(tensor) for name, tensor in tensors.items()}, "buffers"
+        )
 
     def take(self, tensors: dict[str, Tensor | ShardedTensor]) -> dict[str, Tensor | ShardedTensor]:
         """Copies tensors and returns the copies, which the next call overwrites; waits until it is done."""
+        if self._allocating is not None:
+            self._copies, self._allocating = self._allocating.result(), None
         before = self._copies
         self._copies = {
             name: before[name] if _fits(before.get(name), tensor) else _buffer(tensor)

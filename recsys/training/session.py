@@ -131,6 +131,10 @@ class Session:
         """Saves the whole state and returns its folder. Collective."""
         return self.checkpoints.save(self._tensors(), self._state())
 
+    def prepare_saves(self) -> None:
+        """Lets a thread allocate the host memory that `begin_save` copies the state to."""
+        self.checkpoints.prepare(self._tensors())
+
     def begin_save(self) -> None:
         """Copies the whole state, which a thread writes while training goes on. Collective.
 

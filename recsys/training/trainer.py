@@ -86,6 +86,7 @@ class Trainer:
         Raises:
             NonFiniteLossError: on all ranks. The weights that it changed are neither saved nor evaluated.
         """
+        self._session.prepare_saves()
         stream = self._meter.watch(self._heartbeat.reading(self._session.batches()))
         received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main
         with (

@@ -7,7 +7,8 @@ from recsys.training.host_copies import HostCopies
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_copies_keep_their_values_and_their_memory(device):
+@pytest.mark.parametrize("prepared", [False, True])
+def test_copies_keep_their_values_and_their_memory(device, prepared):
     """Work that is queued on the GPU before the copy belongs to it, and work behind the copy does not."""
     tensors = {
         "a": torch.zeros(2000, 2000, device=device),
@@ -15,6 +16,9 @@ def test_copies_keep_their_values_and_their_memory(device):
         "none": torch.empty(0, 4),
     }
     copies = HostCopies()
+    if prepared:
+        copies.prepare(dict(tensors))
+        allocated = copies._allocating.result()["a"].data_ptr()
     for value in (1, 2):
         for _ in range(50):
             tensors["a"] += value
@@ -25,6 +29,7 @@ def test_copies_keep_their_values_and_their_memory(device):
         tensors["a"] -= 7
         assert taken["a"].device.type == "cpu" and taken["a"].is_pinned() == (device == "cuda")
         memory = taken["a"].data_ptr()
+        assert not prepared or memory == allocated
     assert copies.take(dict(tensors))["a"].data_ptr() == memory
     smaller = copies.take({"a": tensors["a"][:3]})
     assert list(smaller) == ["a"] and torch.equal(smaller["a"], tensors["a"][:3].cpu())
