@@ -55,6 +55,8 @@ class Variant:
     """Rows of a batch; None for `BATCH` of the dataset."""
 
     warmup: int = 50
+    mixer: str = "hstu"
+    """What reads the history: "hstu", or linear attention with the "delta" rule or "gated"; `tiger` has its own."""
 
     @property
     def writes_in_order(self) -> bool:
@@ -66,7 +68,8 @@ class Variant:
         """Kind and settings, without those that the kind ignores."""
         special = f"dec{self.decoder_layers}" if self.writes_in_order else f"t{self.temperature}"
         sizes = f"w{self.width}-l{self.layers}-d{self.dropout}-e{self.epochs}-lr{self.lr:g}"
-        return f"{self.kind}/{self.bundle}-{sizes}-{special}"
+        mixer = "" if self.mixer == "hstu" else f"-{self.mixer}"
+        return f"{self.kind}/{self.bundle}-{sizes}-{special}{mixer}"
 
     def writer(self) -> str:
         """The message of the generator's writer and of its decoding, or the loss of a model of ids."""
@@ -91,9 +94,11 @@ class Variant:
         """The messages of the parts that read the history."""
         if self.kind == "tiger":
             return f"encoder {{ {self.layers_of_tiger(self.layers)} }}"
-        return READER.format(
-            layers=self.layers, heads=self.heads, dropout=self.dropout, qk_dim=self.width // self.heads
-        )
+        shape = f"num_layers: {self.layers} num_heads: {self.heads} qk_dim: {self.width // self.heads}"
+        shape = f"{shape} dropout: {self.dropout}"
+        linear = f"linear {{ {shape} form: {self.mixer.upper()} }}"
+        mixer = f"hstu {{ {shape} {HSTU} }}" if self.mixer == "hstu" else linear
+        return READER.format(dropout=self.dropout, mixer=mixer)
 
 
 def _ordered(**settings: float) -> Variant:
@@ -125,6 +130,10 @@ VARIANTS = {
         _ordered(dropout=0.3),
         _ordered(width=256),
         _ordered(decoder_layers=2),
+        _ordered(dropout=0.3, width=256, lr=2e-3),
+        _ordered(dropout=0.3, width=256, lr=2e-3, bundle="rq4"),
+        _ordered(dropout=0.3, width=256, lr=2e-3, mixer="delta"),
+        _ordered(width=256, lr=2e-3, mixer="delta"),
         _tiger(),
         _tiger(dropout=0.3),
         _tiger(dropout=0.3, epochs=200),
@@ -135,12 +144,22 @@ VARIANTS = {
         _parallel(width=256),
         _parallel(dropout=0.3),
         _parallel(epochs=200),
+        _parallel(dropout=0.3, width=256),
+        _parallel(dropout=0.3, mixer="delta"),
+        _parallel(width=256, mixer="delta"),
+        _parallel(dropout=0.3, width=256, mixer="delta"),
         _hybrid(),
         _hybrid(width=64),
         _hybrid(width=256),
         _hybrid(temperature=0.05),
+        _hybrid(mixer="delta"),
+        _hybrid(temperature=0.05, mixer="delta"),
+        _hybrid(mixer="gated"),
+        _hybrid(width=64, mixer="delta"),
         _ids(),
         _ids(width=128),
+        _ids(mixer="delta"),
+        _ids(width=128, mixer="delta"),
     ],
     "ml-1m": [
         _ordered(dropout=0.2),
@@ -152,8 +171,11 @@ VARIANTS = {
         _hybrid(dropout=0.2),
         _hybrid(dropout=0.3, width=256),
         _hybrid(dropout=0.2, layers=4),
+        _hybrid(dropout=0.3, layers=4),
+        _hybrid(dropout=0.4, layers=8),
         _ids(dropout=0.2),
         _ids(dropout=0.3, width=128, layers=4),
+        _ids(dropout=0.4, width=128, layers=8),
     ],
 }
 BATCH = {"beauty": 1024, "ml-1m": 256}
@@ -162,18 +184,9 @@ STEPS_PER_EPOCH = {"beauty": 22, "ml-1m": 24}
 ENDINGS = {"beauty": "", "ml-1m": ".parquet"}
 
 READER = """preprocessor {{ uih {{ positional {{ origin: START }} dropout: {dropout} }} }}
-    mixer {{
-      hstu {{
-        num_layers: {layers}
-        num_heads: {heads}
-        qk_dim: {qk_dim}
-        activation: UVQK
-        gate: UGN
-        dropout: {dropout}
-        bias {{ num_time_buckets: 70 }}
-        mask {{ contextual_reads_history: false }}
-      }}
-    }}"""
+    mixer {{ {mixer} }}"""
+
+HSTU = "activation: UVQK gate: UGN bias { num_time_buckets: 70 } mask { contextual_reads_history: false }"
 
 CONFIG = """
 data {{
@@ -238,7 +251,9 @@ class Run:
         chosen, name = self.variant, self.dataset
         root = self.arguments.data / f"{name}-{self.order}"
         rows = chosen.rows or BATCH[name]
-        metrics = [f"metrics {{ {kind} {{ k: {k} }} }}" for kind in ("ndcg", "hit_rate") for k in (10, 1, 5, 20)]
+        metrics = [
+            f"metrics {{ {kind} {{ k: {k} }} }}" for kind in ("ndcg", "hit_rate") for k in (10, 1, 5, 20)
+        ]
         return CONFIG.format(
             **{key: getattr(chosen, key) for key in ("width", "epochs", "lr", "warmup")},
             root=root,
