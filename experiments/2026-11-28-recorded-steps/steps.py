@@ -23,7 +23,6 @@ from recsys.training.session import open_session
 
 FOR_TIMING = [
     "train.log_every_steps=100000",
-    "train.evaluation.every_steps=100000",
     "train.checkpoint.every_steps=100000",
     "train.schedule.warmup_steps=0",
 ]
@@ -54,6 +53,7 @@ def main():
     profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) if flags.profile else None
     steps = flags.steps + (PROFILED if flags.profile else 0)
     pipeline = config.prepare(flags.config, [*flags.set, *FOR_TIMING, f"train.num_steps={steps}"]).pipeline
+    pipeline.train.evaluation.every_steps = 100_000
     with process_group() as processes, tempfile.TemporaryDirectory() as folder:
         session = open_session(pipeline, Path(folder), processes)
         session.validation = None
