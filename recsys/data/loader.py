@@ -6,7 +6,8 @@ make it.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
+from typing import NamedTuple, Protocol
 
 from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule, Position
@@ -23,8 +24,34 @@ from recsys.data.workers.pool import ReaderPool
 from recsys.data.workers.reader import CheckedSource, Reader
 from recsys.errors import DataError
 
-_IN_USE = 3
-"""Batches that training holds at a time, as many as a training pipeline has in flight."""
+_IN_USE = 4
+"""Batches that training holds at a time: as many as a training pipeline has in flight, and one whose rows are
+being exchanged."""
+
+
+class Exchange(Protocol):
+    """Replaces the rows that ranks have read for a step; `recsys.training.balance.RowExchange`.
+
+    Attributes:
+        waiting: makes the block in which `end` waits for other ranks.
+    """
+
+    waiting: Callable[[], AbstractContextManager]
+
+    def begin(self, arrays: BatchArrays) -> None:
+        """Starts to exchange the rows of this rank. All ranks call it for every batch, in the same order."""
+
+    def end(self) -> BatchArrays:
+        """Waits for the rows that this rank trains on and returns them."""
+        raise NotImplementedError
+
+
+class _Read(NamedTuple):
+    """Arrays that were read, and the place of their batch in the data."""
+
+    arrays: BatchArrays
+    position: Position
+    index: int
 
 
 class Loader:
@@ -45,7 +72,7 @@ class Loader:
         batch_size: rows per batch; the last batches of an epoch may have fewer.
         counter: counts of this rank in the epoch so far.
         exchange: replaces the rows of each batch that this rank has read by those that it trains on; None
-            keeps them. It is called for every batch, on all ranks in the same order.
+            keeps them.
     """
 
     def __init__(
@@ -63,7 +90,7 @@ class Loader:
         self.source = reader.source
         self.batch_size = reader.settings.batch_size
         self.counter = counter
-        self.exchange: Callable[[BatchArrays], BatchArrays] | None = None
+        self.exchange: Exchange | None = None
         self._reader = reader
         self._collator = collator
         self._unknown_ids = unknown_ids
@@ -194,18 +221,24 @@ class Loader:
 
     def _batches(self, epoch: int, start: int, stream: Iterator[BatchArrays]) -> Iterator[Batch]:
         self.counter.begin()
-        num_batches = self.num_batches(epoch)
+        batches = self._read(epoch, start, stream)
+        if self.exchange is not None:
+            batches = _exchanged(batches, self.exchange)
         try:
-            for step in range(self.num_steps(epoch, start)):
-                first = start + step * self._world_size
-                position = Position(epoch, min(first + self._world_size, num_batches) - 1)
-                index = first + self._rank
-                arrays = self._count(next(stream)) if index < num_batches else self.filler(self.batch_size)
-                if self.exchange is not None:
-                    arrays = self.exchange(arrays)
-                yield self._collator.collate(arrays, position, index)
+            with closing(batches):
+                for arrays, position, index in batches:
+                    yield self._collator.collate(arrays, position, index)
         finally:
             self.counter.log(epoch)
+
+    def _read(self, epoch: int, start: int, stream: Iterator[BatchArrays]) -> Generator[_Read]:
+        num_batches = self.num_batches(epoch)
+        for step in range(self.num_steps(epoch, start)):
+            first = start + step * self._world_size
+            position = Position(epoch, min(first + self._world_size, num_batches) - 1)
+            index = first + self._rank
+            arrays = self._count(next(stream)) if index < num_batches else self.filler(self.batch_size)
+            yield _Read(arrays, position, index)
 
     def _count(self, arrays: BatchArrays) -> BatchArrays:
         self.counter.add(int((arrays.row >= 0).sum()), arrays.counts)
@@ -231,6 +264,24 @@ class Loader:
             if number == 0:
                 self._reader.begin(epoch)
             yield self._reader.read(epoch, index)
+
+
+def _exchanged(batches: Iterator[_Read], exchange: Exchange) -> Generator[_Read]:
+    """Yields batches with the rows that this rank trains on, while those of the next one are exchanged."""
+    begun = next(batches, None)
+    if begun is None:
+        return
+    exchange.begin(begun.arrays)
+    for following in batches:
+        exchanged, begun = begun._replace(arrays=exchange.end()), following
+        exchange.begin(following.arrays)
+        try:
+            yield exchanged
+        except GeneratorExit:
+            # Every rank has begun it.
+            exchange.end()
+            raise
+    yield begun._replace(arrays=exchange.end())
 
 
 def _open(pipeline: pb.Pipeline, split: str | pb.Source, *, may_be_empty: bool) -> Source:

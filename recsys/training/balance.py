@@ -3,12 +3,14 @@
 A step waits for the rank whose batch costs most. Readers decide which rows a step has. The ranks then tell
 each other what these rows cost, all of them divide the rows in the same way, and rows are sent to the ranks
 that compute them. The result depends on the rows of the step alone, so a resumed run divides them alike.
-All of this happens on the host, while the device is busy with earlier steps.
+All of this happens on the host, in a thread, while the step before is computed.
 """
 
 import heapq
 import pickle
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +19,17 @@ import torch.distributed as dist
 
 from recsys.data.convert.batch_rows import BatchRows
 from recsys.data.convert.packer import BatchArrays
+from recsys.training.background import in_background
 
 EVEN_ENOUGH = 1.01
 """Rows stay where they are if the rank with the most work has at most this many times the mean."""
 
 
 class RowExchange:
-    """Exchanges the rows of a step. Call it on every rank with the arrays that the rank has read.
+    """Exchanges the rows of a step. Every rank calls `begin` with the arrays that it has read, then `end`.
+
+    Attributes:
+        waiting: makes the block in which `end` waits for other ranks.
 
     Args:
         rows: selects and joins rows.
@@ -49,14 +55,31 @@ class RowExchange:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._costs: dict[tuple[int, ...], int] = {}
         self._shared: int | None = None
+        self._exchanging: Future[BatchArrays] | None = None
+        self.waiting: Callable[[], AbstractContextManager] = nullcontext
 
-    def __call__(self, arrays: BatchArrays) -> BatchArrays:
-        """Returns the rows that this rank computes, at least one. Collective.
+    def begin(self, arrays: BatchArrays) -> None:
+        """Starts to exchange rows in a thread. Collective, and so is the `end` that must follow.
+
+        Until then, the arrays must not change.
+        """
+        costs = self.costs(arrays)
+        self._exchanging = in_background(lambda: self._exchange(arrays, costs), "row exchange")
+
+    def end(self) -> BatchArrays:
+        """Returns the rows that this rank computes, at least one.
 
         Rows are ordered by the rank that has read them, and then as they were read. `counts` remains that of
         the rows that this rank has read.
         """
-        costs = self._gather_costs(self.costs(arrays))
+        exchanging, self._exchanging = self._exchanging, None
+        if exchanging is None:
+            raise RuntimeError("end() without begin()")
+        with self.waiting():
+            return exchanging.result()
+
+    def _exchange(self, arrays: BatchArrays, own_costs: np.ndarray) -> BatchArrays:
+        costs = self._gather_costs(own_costs)
         owners = divide(costs)
         if all((owner == rank).all() for rank, owner in enumerate(owners)):
             return arrays

@@ -66,7 +66,7 @@ class Trainer:
         self._meter = Meter(peak_flop_per_s(device), world_size)
         self._heartbeat = Heartbeat(session.processes, session.pipeline.train.rank_timeout)
         if session.train.exchange is not None:
-            session.train.exchange = self._heartbeat.at(TOGETHER)(session.train.exchange)
+            session.train.exchange.waiting = lambda: self._heartbeat.at(TOGETHER)
         self._pipeline = step_pipeline(session)
         self._batches: Iterator[Batch] | None = None
         self._unread: deque[tuple[int, PendingResult]] = deque()

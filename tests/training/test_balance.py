@@ -57,6 +57,39 @@ def test_costs_are_those_of_rows_alone(form, monkeypatch):
     assert balance._rounded(lengths).tolist() == [0, 1, 127, 128, 130, 1000, 4096]
 
 
+class Recorded:
+    """Exchanges nothing, and notes what it was asked for, by the first row of a batch."""
+
+    def __init__(self):
+        self.calls = []
+
+    def begin(self, arrays):
+        self.arrays = arrays
+        self.calls.append(("begin", int(arrays.row[0])))
+
+    def end(self):
+        self.calls.append(("end", int(self.arrays.row[0])))
+        return self.arrays
+
+
+def test_rows_of_the_next_step_are_exchanged_while_a_step_is_computed():
+    """When training stops early, what all ranks have begun is ended, too."""
+    _, loader = pipeline_and_loader(0, 1)
+    rows = [int(batch.rows.row[0]) for batch in itertools.islice(loader.epoch(0), 3)]
+    loader.exchange = exchange = Recorded()
+    epoch = loader.epoch(0)
+    expected = [("begin", rows[0])]
+    for row, following in itertools.pairwise(rows):
+        assert int(next(epoch).rows.row[0]) == row
+        expected += [("end", row), ("begin", following)]
+        assert exchange.calls == expected
+    epoch.close()
+    assert exchange.calls == [*expected, ("end", rows[2])]
+    loader.exchange = exchange = Recorded()
+    assert len(list(loader.epoch(0))) == loader.num_steps()
+    assert [call for call, _ in exchange.calls] == ["begin", "end"] * loader.num_steps()
+
+
 def pipeline_and_loader(rank: int, world_size: int, *overrides: str):
     overrides = [*overrides, f"data.batch_size={BATCH}", "data.num_lanes=1", "data.num_workers=0"]
     pipeline = config.prepare(CONFIG, overrides).pipeline
