@@ -141,10 +141,11 @@ def times_kernel(
     is_candidate = inside & (row >= first_candidate)
     event = (row - first_event) // PER_EVENT
     event_time = tl.load(events + event, mask=is_event, other=0)
-    after = tl.load(events + event + 1, mask=is_event & (position + 1 < history_end), other=0)
-    after = tl.where(position + 1 < history_end, after, asked)
-    if PER_EVENT == 2:  # an event's content token is followed by its action token, at the same time
-        after = tl.where((row - first_event) % 2 == 0, event_time, after)
+    # An event's content token is followed by its action token, at the same time.
+    is_last_of_event = (row - first_event) % PER_EVENT == PER_EVENT - 1
+    has_next = is_event & is_last_of_event & (position + 1 < history_end)
+    after = tl.load(events + event + 1, mask=has_next, other=0)
+    after = tl.where(has_next, after, tl.where(is_last_of_event, asked, event_time))
     wanted = tl.load(candidates + row - first_candidate, mask=is_candidate, other=0)
     place = times + token * 3
     tl.store(place, tl.where(is_candidate, wanted, tl.where(is_event, event_time, asked)), mask=inside)
