@@ -18,6 +18,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from tests.tools.forks import ROOT, Server
+from tests.tools.interpreter_bounds import check_bounds
 from tests.tools.interpreter_speed import speed_up_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,7 +53,8 @@ def run_interpreted(file: str) -> None:
 
 
 def mend_interpreter(monkeypatch) -> None:
-    """Lets `range` take bounds that a kernel computed, and makes the interpreter three times as fast.
+    """Lets `range` take bounds that a kernel computed, makes the interpreter three times as fast, and lets it
+    refuse accesses outside of tensors.
 
     NumPy >= 2.4 refuses int() of the array that holds a computed bound. The interpreter replaces the
     functions of `triton.language` for each call of a device function, though once per launch is enough. It
@@ -90,6 +92,7 @@ def mend_interpreter(monkeypatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
     monkeypatch.setattr(interpreter, "_patch_lang", once_per_launch)
     speed_up_interpreter(monkeypatch)
+    check_bounds(monkeypatch)
 
 
 def between_poison(tensor: torch.Tensor) -> torch.Tensor:
