@@ -80,8 +80,8 @@ def compile_graph(
         "cpp.vec_isa_ok": True,
     }
     if example[0].is_cuda:
-        # Inductor tunes kernels on tensors of ones in place of indices. A dimension of size 1, such as the beams
-        # before the first code, has no element 1, so the assertion would end the compilation.
+        # Inductor tunes kernels on tensors of ones in place of indices. A dimension of size 1, such as that
+        # of beams before the first code, has no element 1: the assertion would end the compilation.
         settings["assert_indirect_indexing"] = False
     if instruction_set(pipeline) != NATIVE:
         settings["cpp.march"] = instruction_set(pipeline)

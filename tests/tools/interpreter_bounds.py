@@ -27,7 +27,9 @@ def check_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             launched.pop()
 
     def check(pointers, mask) -> None:
-        places = pointers.data if mask.data.all() else pointers.data[mask.data]
+        # The interpreter's own descriptors pass arrays, whose `data` is a memoryview.
+        places, kept = np.asarray(pointers.data), np.asarray(mask.data)
+        places = places if kept.all() else places[kept]
         if places.size:
             size = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
             _require_inside(places, size, launched[-1])
@@ -35,9 +37,9 @@ def check_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = interpreter.InterpreterBuilder
     load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
-    def checked_load(self, pointers, mask, *rest):
+    def checked_load(self, pointers, mask, *rest, **named):
         check(pointers, mask)
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *rest, **named)
 
     def checked_store(self, pointers, value, mask, *rest):
         check(pointers, mask)
