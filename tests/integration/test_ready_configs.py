@@ -44,6 +44,7 @@ SHORT = (
 ONE_LAYER = ("model.retriever.mixer.hstu.num_layers=1",)
 SHALLOW = {
     "amazon_beauty_hstu.config": ONE_LAYER,
+    "amazon_beauty_linear.config": ("model.retriever.mixer.linear.num_layers=1",),
     "amazon_beauty_sasrec.config": ("model.retriever.mixer.sasrec.num_layers=1",),
     "ml_1m_hstu.config": ONE_LAYER,
     "ml_1m_hstu_large.config": ONE_LAYER,
@@ -87,6 +88,7 @@ def bundled(name: str) -> Callable[[Path], Path]:
 
 DATA = {
     "amazon_beauty_hstu.config": bundled("movielens"),
+    "amazon_beauty_linear.config": bundled("movielens"),
     "amazon_beauty_sasrec.config": bundled("movielens"),
     "kuairand_ranking.config": kuairand,
     "kuairand_ultra_hstu.config": kuairand,
