@@ -6,8 +6,8 @@ so training (one path per position), scoring (every node of a trie), `better_ite
 same code, `CodeDecoder.advance`.
 
 Instead of a state, the decoder may be given all encoded codes of a history. Then the first token is empty,
-and every layer also attends to these codes. Their keys and values are computed once for all levels and paths,
-and training computes all levels at once.
+and every layer also attends to these codes. Their keys and values are computed once for all levels and paths.
+Training computes all levels at once, and its histories are not padded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,14 @@ from torch.nn import functional as F
 from recsys import protos as pb
 from recsys.modules.code_encoder import EncodedCodes, head_dim_of
 from recsys.modules.code_trie import CodeTrie
-from recsys.ops import SequenceLayout, gather_rows
+from recsys.ops import SequenceLayout, cross_attention, gather_rows, softmax_attention
 
 Cache = list[list[tuple[Tensor, Tensor]]]
 """For each layer the keys and values [..., E] of the levels so far. Those of level 0 belong to the state,
 which all paths of a row share."""
+
+MULTIPLE = 32
+"""Histories are padded to few lengths, because PyTorch's attention may build a plan for every new shape."""
 
 
 class Memory(NamedTuple):
@@ -118,20 +121,19 @@ class CausalBlock(nn.Module):
         scores = torch.stack([(query * self._split(key)).sum(-1) for key, _ in cache])
         shares = scores.float().softmax(0).to(x.dtype)
         parts = [share[..., None] * self._split(v) for share, (_, v) in zip(shares, cache, strict=True)]
-        return self._after(x, sum(parts[1:], parts[0]).flatten(-2), memory)
-
-    def all_levels(self, x: Tensor, memory: Memory) -> Tensor:
-        """Computes `forward` for the tokens of all levels at once, [B, levels, E]."""
-        query, key, value = self.query_key_value(self.norm(x)).chunk(3, -1)
-        heads = (self._split(part).transpose(1, 2) for part in (query, key, value))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        return self._after(x, mixed.transpose(1, 2).flatten(2), memory)
-
-    def _after(self, x: Tensor, mixed: Tensor, memory: Memory | None) -> Tensor:
-        """Finishes a layer, given what attention to the levels has mixed."""
-        x = x + self.dropout(self.output(mixed))
+        x = x + self.dropout(self.output(sum(parts[1:], parts[0]).flatten(-2)))
         if memory is not None:
             x = x + self.dropout(self.read(x, memory))
+        return self._fed_forward(x)
+
+    def all_levels(self, x: Tensor, layout: SequenceLayout, histories: EncodedCodes) -> Tensor:
+        """Computes `forward` for the tokens of all levels of all rows at once, [B * levels, E]."""
+        qkv = (self._split(part) for part in self.query_key_value(self.norm(x)).chunk(3, -1))
+        x = x + self.dropout(self.output(softmax_attention(*qkv, layout).flatten(1)))
+        x = x + self.dropout(self.read.all_levels(x, layout, histories))
+        return self._fed_forward(x)
+
+    def _fed_forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.feed_forward(x))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -155,6 +157,13 @@ class MemoryAttention(nn.Module):
         out = F.scaled_dot_product_attention(query, memory.keys, memory.values, attn_mask=memory.seen)
         return self.output(out.transpose(1, 2).flatten(2))
 
+    def all_levels(self, x: Tensor, layout: SequenceLayout, histories: EncodedCodes) -> Tensor:
+        """Maps jagged tokens, [B * levels, E], to [B * levels, E], without padding of the histories."""
+        split = (self.heads, self.head_dim)
+        query = self.query(self.norm(x)).unflatten(1, split)
+        key, value = self.key_value(histories.values).unflatten(1, (2, *split)).unbind(1)
+        return self.output(cross_attention(query, key, value, layout, histories.layout).flatten(1))
+
     def memory(self, values: Tensor, padded: "Padding") -> Memory:
         """Computes keys and values of encoded codes, [T, E]."""
         key_value = self.key_value(values).unflatten(1, (2, self.heads, self.head_dim))
@@ -172,9 +181,14 @@ class Padding(NamedTuple):
 
     @classmethod
     def of(cls, layout: SequenceLayout) -> "Padding":
-        """Pads to the longest sample."""
-        index, seen = layout.padded_index()
-        return cls(index.flatten(), layout.sample_ids() * layout.max_len + layout.positions(), seen)
+        """Pads to the longest sample, outside traced graphs rounded up to a multiple of `MULTIPLE`."""
+        length = layout.max_len
+        if not torch.compiler.is_compiling():
+            length = -(-length // MULTIPLE) * MULTIPLE
+        position = torch.arange(length, device=layout.device)
+        seen = position < layout.lengths[:, None]
+        index = torch.where(seen, layout.offsets[:-1, None] + position, -1).flatten()
+        return cls(index, layout.sample_ids() * length + layout.positions(), seen)
 
 
 class CodeDecoder(nn.Module):
@@ -214,8 +228,8 @@ class CodeDecoder(nn.Module):
             histories: states [n, E], or n encoded histories.
             codes: int64 [n, levels], the codes of the items to predict.
         """
-        token, memories = self.start(histories)
-        logits = self._at_once(token, codes, memories) if memories else self._in_turn(token, codes)
+        in_turn = isinstance(histories, Tensor)
+        logits = self._in_turn(histories[:, None], codes) if in_turn else self._at_once(histories, codes)
         losses = [
             F.cross_entropy(of_level, target, reduction="none")
             for of_level, target in zip(logits, codes.unbind(1), strict=True)
@@ -305,13 +319,16 @@ class CodeDecoder(nn.Module):
             yield self.advance(level, token, cache)[:, 0]
             token = self.embed.level(level, code)[:, None]
 
-    def _at_once(self, token: Tensor, codes: Tensor, memories: Sequence[Memory]) -> Iterator[Tensor]:
-        """Yields what `_in_turn` yields; each layer reads its memory once for all levels."""
+    def _at_once(self, histories: EncodedCodes, codes: Tensor) -> Iterator[Tensor]:
+        """Yields what `_in_turn` yields; each layer reads the histories once for all levels."""
+        first = histories.values.new_zeros(len(codes), 1, histories.values.shape[1])
         written = [self.embed.level(level, code)[:, None] for level, code in enumerate(codes.unbind(1))]
-        x = torch.cat([token, *written[:-1]], 1) + self.positions
-        for block, memory in zip(self.blocks, memories, strict=True):
-            x = block.all_levels(x, memory)
-        for logits, of_level in zip(self.logits, self.norm(x).unbind(1), strict=True):
+        x = (torch.cat([first, *written[:-1]], 1) + self.positions).flatten(0, 1)
+        layout = histories.layout.evenly(codes.shape[1])
+        for block in self.blocks:
+            x = block.all_levels(x, layout, histories)
+        of_levels = self.norm(x).unflatten(0, codes.shape).unbind(1)
+        for logits, of_level in zip(self.logits, of_levels, strict=True):
             yield logits(of_level).float()
 
 

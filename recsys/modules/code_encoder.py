@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from recsys import protos as pb
 from recsys.modules.flops import linear_flops
-from recsys.ops import AttentionMask, SequenceLayout, gather_rows
-from recsys.ops.jagged.padding import PaddedChunks, padded_chunks
+from recsys.ops import SequenceLayout, cross_attention, gather_rows
 
 
 class EncodedCodes(NamedTuple):
@@ -94,16 +92,11 @@ class EncoderBlock(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, padded: PaddedChunks) -> Tensor:
+    def forward(self, x: Tensor, layout: SequenceLayout) -> Tensor:
         """Maps [T, E] to [T, E]."""
         qkv = self.query_key_value(self.norm(x)).unflatten(1, (3, self.heads, self.head_dim))
-        mixed = []
-        for chunk, tokens in zip(padded.chunks, padded.split(qkv), strict=True):
-            seen = torch.arange(chunk.max_len, device=x.device) < chunk.history_end[:, None]
-            query, key, value = (part.transpose(1, 2) for part in tokens.unbind(2))
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None, None])
-            mixed.append(out.transpose(1, 2).flatten(2))
-        x = x + self.dropout(self.output(padded.merge(mixed)))
+        mixed = cross_attention(*qkv.unbind(1), layout, layout)
+        x = x + self.dropout(self.output(mixed.flatten(1)))
         return x + self.dropout(self.feed_forward(x))
 
 
@@ -142,10 +135,8 @@ class CodeEncoder(nn.Module):
         tokens = layout.widen(self.levels)
         x = torch.cat([self.start.expand(layout.batch_size, -1), codes.flatten(0, 1)])
         x = self.dropout(gather_rows(x, tokens.assemble_index(), tokens.disassemble_index()))
-        # With this mask a chunk says how long each of its samples is.
-        padded = padded_chunks(tokens, AttentionMask(), self.blocks[0].heads)
         for block in self.blocks:
-            x = block(x, padded)
+            x = block(x, tokens)
         return EncodedCodes(self.norm(x), tokens)
 
     def prefixes(self, layout: SequenceLayout) -> Prefixes:

@@ -5,6 +5,7 @@ Nothing here knows about configs, models or tables.
 """
 
 from recsys.ops.bucket_embedding import bucket_embedding
+from recsys.ops.cross_attention import cross_attention
 from recsys.ops.gated_norm import gated_norm
 from recsys.ops.hstu_attention import hstu_attention
 from recsys.ops.hstu_attention.cached import hstu_attention_cached
@@ -34,6 +35,7 @@ __all__ = [
     "SequenceLayout",
     "TopK",
     "bucket_embedding",
+    "cross_attention",
     "explain",
     "gather_rows",
     "hstu_attention",

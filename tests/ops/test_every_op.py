@@ -15,6 +15,7 @@ from recsys.ops import explain, last_backend
 from tests.ops import harness
 from tests.ops import test_attention_args as attention
 from tests.ops.bucket_embedding import test_bucket_embedding as bucket
+from tests.ops.cross_attention import test_cross_attention as cross
 from tests.ops.gated_norm import test_gated_norm as gate
 from tests.ops.harness import Problem, Runner, runners
 from tests.ops.hstu_attention.cached import test_arguments as cached
@@ -29,6 +30,7 @@ from tests.tools.interpreter import interpreted
 
 RIGHT: dict[str, Callable[..., dict[str, Any]]] = {
     "bucket_embedding": lambda **changes: bucket.arguments(buckets=[torch.tensor([0, 2, 1, 1])]) | changes,
+    "cross_attention": cross.arguments,
     "gated_norm": gate.arguments,
     "norm_linear": norm.arguments,
     "gather_rows": jagged.arguments,

@@ -151,6 +151,16 @@ class SequenceLayout(LayoutFacts):
             max_len=self.max_len * tokens_per_event + 1,
         )
 
+    def evenly(self, tokens: int) -> SequenceLayout:
+        """Return the layout of as many histories, all of `tokens` events."""
+        return self._derive(
+            lambda lengths, num_targets: (torch.full_like(lengths, tokens), torch.zeros_like(num_targets)),
+            num_contextual=0,
+            total_len=self.batch_size * tokens,
+            total_targets=0,
+            max_len=tokens,
+        )
+
     def contextual_only(self) -> Selection:
         """Select the contextual tokens."""
         total_len = self.batch_size * self.num_contextual

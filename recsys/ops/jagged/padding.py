@@ -78,14 +78,18 @@ def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -
 
 
 def paired_chunks(
-    layout: SequenceLayout, cache_layout: SequenceLayout, num_heads: int
+    layout: SequenceLayout, cache_layout: SequenceLayout, num_heads: int, *, new_are_keys: bool = True
 ) -> tuple[PaddedChunks, PaddedChunks]:
-    """Return chunks of the same samples in both layouts; the tokens of `layout` attend to both."""
+    """Return chunks of the same samples in both layouts.
+
+    The tokens of `layout` attend to those of `cache_layout` and, if `new_are_keys`, to each other.
+    """
     new, cached = layout.host_lengths, cache_layout.host_lengths
     if new is None or cached is None or torch.compiler.is_compiling():
         return _one_chunk(layout), _one_chunk(cache_layout)
-    order = (new * (new + cached)).argsort(descending=True, stable=True)
-    sizes = torch.stack([new, new + cached], dim=1)[order].tolist()
+    keys = new + cached if new_are_keys else cached
+    order = (new * keys).argsort(descending=True, stable=True)
+    sizes = torch.stack([new, keys], dim=1)[order].tolist()
     ends = _chunk_ends(sizes, num_heads, _limits(layout))
     return _cut(layout, new, order, ends), _cut(cache_layout, cached, order, ends)
 

@@ -46,17 +46,38 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask, *, alpha: float
 ) -> Tensor:
     """Runs the kernels once for all samples; heads are widened by zeros to a width that they take."""
-    v_dim = v.shape[2]
     if not layout.total_len:
         return v + 0 * (q + k).sum(2, keepdim=True)  # the kernels take no empty batch
+    window = (-1 if mask.window is None else mask.window - 1, 0)
+    return attend(q, k, v, layout, layout, alpha=alpha, window=window)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    key_layout: SequenceLayout,
+    *,
+    alpha: float,
+    window: tuple[int, int],
+) -> Tensor:
+    """Runs the kernels for samples of queries, of which there are some, and of keys.
+
+    Args:
+        window: the most keys before and after a query's own place that it sees; -1 for no limit.
+    """
+    v_dim = v.shape[2]
     if alpha <= 0:
         q, alpha = q * alpha, 1.0  # the kernels scale hidden scores, -inf, too
     width = -(-max(q.shape[2], v_dim) // MULTIPLE) * MULTIPLE
     q, k, v = (_widened(tensor, width) for tensor in (q, k, v))
-    offsets = layout.memo("int32 offsets", lambda: layout.offsets.to(torch.int32))
-    lens = layout.max_len, layout.max_len
-    window = (-1 if mask.window is None else mask.window - 1, 0)
-    out = varlen_attn(q, k, v, offsets, offsets, *lens, scale=alpha, window_size=window)
+    offsets = (
+        part.memo("int32 offsets", lambda part=part: part.offsets.to(torch.int32))
+        for part in (layout, key_layout)
+    )
+    lens = layout.max_len, key_layout.max_len
+    out = varlen_attn(q, k, v, *offsets, *lens, scale=alpha, window_size=window)
     return out[..., :v_dim]
 
 

@@ -1,0 +1,134 @@
+"""`cross_attention` against loops over samples, and its backend `flash` around a stand-in for the kernels."""
+
+import inspect
+
+import pytest
+import torch
+
+from recsys.ops import SequenceLayout, cross_attention, last_backend
+from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.cross_attention import CrossFacts
+from recsys.ops.cross_attention import flash as backend
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.softmax_attention import flash
+from tests.ops import harness
+from tests.ops.cases import qkv
+from tests.ops.harness import Problem, Runner, assert_is, refused
+
+QUERIES, KEYS = [2, 0, 3, 1, 0, 4], [5, 3, 1, 0, 0, 70]
+SIGNATURE = inspect.signature(flash.varlen_attn)
+
+
+def attend(q, k, v, *, layout, key_layout, backend, **rest):
+    return cross_attention(q, k, v, layout, key_layout, backend=backend, **rest)
+
+
+def by_samples(q, k, v, *, layout, key_layout, alpha=None):
+    alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    parts = (q.split(layout.lengths.tolist()), *(x.split(key_layout.lengths.tolist()) for x in (k, v)))
+    outs = []
+    for query, key, value in zip(*parts, strict=True):
+        scores = alpha * torch.einsum("qhd,khd->hqk", query, key)
+        weights = scores.exp() / scores.exp().sum(2, keepdim=True)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, value))
+    return torch.cat(outs)
+
+
+def problem(queries=QUERIES, keys=KEYS, dims=(3, 2), **options) -> Problem:
+    layout, key_layout = SequenceLayout(torch.tensor(queries)), SequenceLayout(torch.tensor(keys))
+    dim, v_dim = dims
+    q = qkv(sum(queries), dim=dim)[0]
+    k, v = (tensor / 2 for tensor in qkv(sum(keys), dim=dim, v_dim=v_dim, seed=1)[1:])
+    options |= {"layout": layout, "key_layout": key_layout}
+    return Problem("cross_attention", attend, {"q": q, "k": k, "v": v}, options)
+
+
+def test_the_reference_is_that_of_loops_and_gives_zeros_without_keys():
+    """Samples of 70 and of 1 key share no chunk on a CPU: 2^15 padded scores are too many for them."""
+    assert_is(problem(), by_samples, close=1e-10)
+    assert_is(problem(keys=[900, 3, 1, 0, 0, 900], alpha=0.3), by_samples, close=1e-10)
+    given = problem([1, 2], [0, 0])
+    assert_is(given, by_samples, close=1e-12)
+
+
+def test_all_tokens_of_a_sample_see_each_other_after_a_contextual_one():
+    layout = SequenceLayout(torch.tensor([4, 1, 7]), None, 1)
+    q, k, v = qkv(12)
+    want = by_samples(q, k, v, layout=layout, key_layout=layout)
+    torch.testing.assert_close(cross_attention(q, k, v, layout, layout), want, rtol=1e-10, atol=1e-10)
+
+
+def kernels(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    """Computes what `varlen_attn` documents without a window; rows without keys are zeros."""
+    SIGNATURE.bind(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and window_size == (-1, -1)
+    assert q.shape[1:] == k.shape[1:] == v.shape[1:] and q.shape[2] % 8 == 0 and len(q) and len(k)
+    queries, keys = cu_seq_q.diff(), cu_seq_k.diff()
+    assert (queries.max(), keys.max()) == (max_q, max_k)
+    layouts = {"layout": SequenceLayout(queries), "key_layout": SequenceLayout(keys)}
+    return by_samples(q, k, v, **layouts, alpha=scale)
+
+
+@pytest.mark.parametrize(("dims", "alpha"), [((3, 2), None), ((5, 11), 0.7), ((8, 8), 0.0), ((3, 3), -0.5)])
+def test_the_kernels_are_asked_for_the_same(dims, alpha, monkeypatch):
+    monkeypatch.setattr(flash, "varlen_attn", kernels)
+    given = problem(dims=dims)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.tensors.items()}
+    got = backend.run(*leaves.values(), **given.options, alpha=dims[0] ** -0.5 if alpha is None else alpha)
+    want = by_samples(**leaves, **given.options, alpha=alpha)
+    harness.assert_close([got], [want], 1e-12)
+    harness.assert_close(*(harness.gradients([out], list(leaves.values())) for out in (got, want)), 1e-12)
+    given = problem([1, 0], [0, 0])
+    assert not backend.run(**given.tensors, **given.options, alpha=1.0).any()
+
+
+FACTS = AttentionFacts("cuda", torch.bfloat16, 2, 64, 64, AttentionMask())
+
+
+@pytest.mark.parametrize(
+    ("samples", "traced", "reason"),
+    [(65_535, False, ""), (65_536, False, "up to 65535"), (9, True, "outside traced graphs")],
+)
+def test_what_the_kernels_take(samples, traced, reason, monkeypatch):
+    monkeypatch.setattr(flash, "_has_kernels", lambda: True)
+    support = backend.supports(CrossFacts(FACTS, samples, traced))
+    assert support.ok == (not reason) and reason in support.reason
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """Auto takes the kernels for 16 bits; a short query reads a long memory as in a decoder of codes."""
+    given = problem([4] * 6, [1, 200, 64, 0, 129, 13], dims=(64, 64)).cast(torch.bfloat16)
+    harness.assert_near(given, Runner("flash", "cuda"), floor=2e-3)
+    harness.assert_nothing_waits(given, Runner("flash", "cuda"))
+    layout = SequenceLayout(torch.tensor([3, 2]), None, 1).to("cuda")
+    q = torch.randn(5, 2, 16, device="cuda", dtype=torch.bfloat16)
+    cross_attention(q, q, q, layout, layout)
+    assert last_backend("cross_attention") == "flash"
+
+
+def arguments(**changes):
+    given = {"q": torch.zeros(5, 2, 3), "k": torch.zeros(4, 2, 3), "v": torch.zeros(4, 2, 1)}
+    layouts = {"layout": SequenceLayout(torch.tensor([3, 2]))} | {
+        "key_layout": SequenceLayout(torch.tensor([0, 4]))
+    }
+    return given | layouts | changes
+
+
+WRONG = [
+    ({"q": torch.zeros(4, 2, 3)}, ValueError, "q has 4 rows, the layout total_len = 5"),
+    ({"k": torch.zeros(4, 2, 4)}, ValueError, "k must have the head dimension of q, 3, got 4"),
+    ({"k": torch.zeros(4, 2, 3).double()}, TypeError, "k must be a tensor of the dtype of q, torch.float32"),
+    ({"v": torch.zeros(5, 2, 3)}, ValueError, "v has 5 rows, the key_layout total_len = 4"),
+    ({"v": torch.zeros(4, 1, 3)}, ValueError, r"v must have shape \[keys, 2, at least 1\]"),
+    ({"key_layout": SequenceLayout(torch.tensor([4]))}, ValueError, "key_layout has 1 samples, layout 2"),
+    ({"key_layout": [4]}, TypeError, "key_layout must be a SequenceLayout, got list"),
+    (
+        {"key_layout": SequenceLayout(torch.tensor([0, 4]), torch.tensor([0, 1]))},
+        ValueError,
+        "samples must hold no targets",
+    ),
+    ({"alpha": True}, TypeError, "alpha must be a number, got bool"),
+]
+
+test_wrong_arguments_are_named = refused(cross_attention, arguments, WRONG)
