@@ -15,12 +15,16 @@ from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
 
+MAX_SAMPLES = 65_535
+"""The most samples that a launch of FlashAttention takes."""
+
 
 @dataclass(frozen=True)
 class AttentionFacts:
     """Facts of a call from which a backend decides whether it can run; no values of tensors.
 
-    `histories_only` says that no sample has contextual tokens or targets. Only `softmax_attention` sets it.
+    `histories_only` says that the tokens of a sample are of one kind, and that there are at most
+    `MAX_SAMPLES` samples. Only `softmax_attention` and `cross_attention` set it.
     """
 
     device: str

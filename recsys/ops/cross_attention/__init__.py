@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from recsys.ops.attention_args import AttentionFacts, attention_facts, check_attention, check_number, scale_of
+from recsys.ops.attention_args import (
+    MAX_SAMPLES,
+    AttentionFacts,
+    attention_facts,
+    check_attention,
+    check_number,
+    scale_of,
+)
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime.dispatch import Op
@@ -15,14 +22,6 @@ from recsys.ops.runtime.dispatch import Op
 __all__ = ["OP", "cross_attention"]
 
 _NO_WINDOW = AttentionMask()
-
-
-class CrossFacts(NamedTuple):
-    """Facts of a call from which a backend decides whether it can run."""
-
-    attention: AttentionFacts
-    num_samples: int
-    traced: bool
 
 
 def cross_attention(
@@ -69,7 +68,7 @@ def _facts(
     key_layout: SequenceLayout,
     *,
     alpha: float | None = None,
-) -> CrossFacts:
+) -> AttentionFacts:
     """Validates the arguments for all backends and returns the facts of the call."""
     check_attention(q, q, q, layout, _NO_WINDOW)
     _check_keys(q, k, v, layout, key_layout)
@@ -77,8 +76,11 @@ def _facts(
         raise ValueError("samples must hold no targets, which would see each other")
     if alpha is not None:
         check_number("alpha", alpha)
-    attention = attention_facts(q, k, v, _NO_WINDOW, bias=None, deterministic=None)
-    return CrossFacts(attention, layout.batch_size, torch.compiler.is_compiling())
+    facts = attention_facts(q, k, v, _NO_WINDOW, bias=None, deterministic=None)
+    if torch.compiler.is_compiling() or layout.batch_size > MAX_SAMPLES:
+        return facts
+    # Without a mask, contextual tokens are like others.
+    return replace(facts, histories_only=True)
 
 
 def _check_keys(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> None:

@@ -6,25 +6,17 @@ GPU, which builds a plan for every new shape, tens of milliseconds each, and eve
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
-from recsys.ops.cross_attention import CrossFacts
+from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.runtime.dispatch import Support
 from recsys.ops.softmax_attention import flash
 
-MAX_SAMPLES = 65_535
-"""The most samples that a launch takes."""
 
-
-def supports(facts: CrossFacts) -> Support:
+def supports(facts: AttentionFacts) -> Support:
     """Supports 16 bits outside traced graphs, as far as `softmax_attention`'s backend does."""
-    if facts.num_samples > MAX_SAMPLES:
-        reason = f"there are {facts.num_samples} samples, it takes up to {MAX_SAMPLES}"
-        return Support(False, reason, auto=False)
-    return flash.supports(replace(facts.attention, histories_only=not facts.traced))
+    return flash.supports(facts)
 
 
 def run(

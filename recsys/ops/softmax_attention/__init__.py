@@ -7,7 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recsys.ops.attention_args import AttentionFacts, attention_facts, check_attention, check_number, scale_of
+from recsys.ops.attention_args import (
+    MAX_SAMPLES,
+    AttentionFacts,
+    attention_facts,
+    check_attention,
+    check_number,
+    scale_of,
+)
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime.dispatch import Op
@@ -66,6 +73,8 @@ def _facts(
         check_number("alpha", alpha)
     facts = attention_facts(q, k, v, mask, bias=None, deterministic=None)
     if torch.compiler.is_compiling() or layout.num_contextual or layout.total_targets:
+        return facts
+    if layout.batch_size > MAX_SAMPLES:
         return facts
     return replace(facts, histories_only=True)
 

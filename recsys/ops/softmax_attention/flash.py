@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.attention_args import MAX_SAMPLES, AttentionFacts
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
@@ -32,7 +32,8 @@ def supports(facts: AttentionFacts) -> Support:
     if facts.needs_grad and facts.deterministic:
         return _no("its backward pass adds in any order, and results must be the same bits each time")
     if not facts.histories_only:
-        return _no("it takes samples without contextual tokens and targets, outside traced graphs")
+        samples = f"up to {MAX_SAMPLES} samples without contextual tokens and targets"
+        return _no(f"it takes {samples}, outside traced graphs")
     if facts.mask.window is not None and facts.mask.prefix:
         return _no("it has no prefix outside the window")
     if width > MAX_WIDTH:

@@ -1,15 +1,14 @@
 """`cross_attention` against loops over samples, and its backend `flash` around a stand-in for the kernels."""
 
+import dataclasses
 import inspect
 
 import pytest
 import torch
 
 from recsys.ops import SequenceLayout, cross_attention, last_backend
-from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.cross_attention import CrossFacts
+from recsys.ops.cross_attention import OP
 from recsys.ops.cross_attention import flash as backend
-from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.softmax_attention import flash
 from tests.ops import harness
 from tests.ops.cases import qkv
@@ -82,17 +81,18 @@ def test_the_kernels_are_asked_for_the_same(dims, alpha, monkeypatch):
     assert not backend.run(**given.tensors, **given.options, alpha=1.0).any()
 
 
-FACTS = AttentionFacts("cuda", torch.bfloat16, 2, 64, 64, AttentionMask())
-
-
-@pytest.mark.parametrize(
-    ("samples", "traced", "reason"),
-    [(65_535, False, ""), (65_536, False, "up to 65535"), (9, True, "outside traced graphs")],
-)
-def test_what_the_kernels_take(samples, traced, reason, monkeypatch):
+def test_what_the_kernels_take(monkeypatch):
+    """Contextual tokens too, which see what others see."""
     monkeypatch.setattr(flash, "_has_kernels", lambda: True)
-    support = backend.supports(CrossFacts(FACTS, samples, traced))
-    assert support.ok == (not reason) and reason in support.reason
+    few = SequenceLayout(torch.tensor([3, 2]), None, 1)
+    most = torch.cat([torch.tensor([5]), torch.zeros(65_534, dtype=torch.int64)])
+    more, q = torch.cat([most, most[1:2]]), torch.zeros(5, 2, 8)
+    answers = []
+    for layout in (few, SequenceLayout(most), SequenceLayout(more)):
+        facts = dataclasses.replace(OP.facts(q, q, q, layout, layout), device="cuda", dtype=torch.bfloat16)
+        answers.append(backend.supports(facts))
+    assert [answer.ok for answer in answers] == [True, True, False]
+    assert "up to 65535 samples" in answers[2].reason
 
 
 @pytest.mark.gpu

@@ -77,14 +77,15 @@ def test_what_it_takes(changes, reason, monkeypatch):
     assert support.ok == (not reason) and reason in support.reason
 
 
-def test_targets_and_contextual_tokens_are_not_for_it():
+def test_targets_contextual_tokens_and_too_many_samples_are_not_for_it():
     q, lengths = torch.zeros(5, 1, 2), torch.tensor([3, 2])
     layouts = [
         SequenceLayout(lengths),
         SequenceLayout(lengths, torch.tensor([1, 0])),
         SequenceLayout(lengths, None, 1),
+        SequenceLayout(torch.cat([lengths, torch.zeros(65_534, dtype=torch.int64)])),
     ]
-    assert [OP.facts(q, q, q, layout).histories_only for layout in layouts] == [True, False, False]
+    assert [OP.facts(q, q, q, layout).histories_only for layout in layouts] == [True, False, False, False]
 
 
 @pytest.mark.gpu
