@@ -5,7 +5,6 @@ Nothing here knows about configs, models or tables.
 """
 
 from recsys.ops.bucket_embedding import bucket_embedding
-from recsys.ops.cross_attention import cross_attention
 from recsys.ops.gated_norm import gated_norm
 from recsys.ops.hstu_attention import hstu_attention
 from recsys.ops.hstu_attention.cached import hstu_attention_cached
@@ -21,6 +20,7 @@ from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.segment_sum import segment_sum
 from recsys.ops.softmax_attention import softmax_attention
 from recsys.ops.softmax_attention.cached import softmax_attention_cached
+from recsys.ops.softmax_attention.cross import cross_attention
 from recsys.ops.top_k import TopK, top_k
 
 __all__ = [

@@ -15,7 +15,6 @@ from recsys.ops import explain, last_backend
 from tests.ops import harness
 from tests.ops import test_attention_args as attention
 from tests.ops.bucket_embedding import test_bucket_embedding as bucket
-from tests.ops.cross_attention import test_cross_attention as cross
 from tests.ops.gated_norm import test_gated_norm as gate
 from tests.ops.harness import Problem, Runner, runners
 from tests.ops.hstu_attention.cached import test_arguments as cached
@@ -24,6 +23,7 @@ from tests.ops.linear_attention import test_linear_attention as linear
 from tests.ops.linear_logp import test_linear_logp as logp
 from tests.ops.linear_logp import test_reference as logp_reference
 from tests.ops.norm_linear import test_norm_linear as norm
+from tests.ops.softmax_attention import test_cross as cross
 from tests.ops.softmax_attention import test_softmax_attention as softmax
 from tests.ops.top_k import test_top_k as top
 from tests.tools.interpreter import interpreted

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from recsys.ops import SequenceLayout, cross_attention, last_backend
-from recsys.ops.cross_attention import OP
-from recsys.ops.cross_attention import flash as backend
 from recsys.ops.softmax_attention import flash
+from recsys.ops.softmax_attention.cross import OP
+from recsys.ops.softmax_attention.cross import flash as backend
 from tests.ops import harness
 from tests.ops.cases import qkv
 from tests.ops.harness import Problem, Runner, assert_is, refused
