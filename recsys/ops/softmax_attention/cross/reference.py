@@ -32,7 +32,7 @@ def run(
     )
     outputs = []
     for chunk, q_bQHD, k_bKHD, v_bKHV in parts:
-        # Without keys, one that is zeros gives zeros. Kernels of a GPU may give NaN to a row that sees nothing.
+        # Without keys, one that is zeros gives zeros. A GPU may give NaN to a row that sees nothing.
         ends = chunk.history_end.clamp(min=1)[:, None]
         seen = torch.arange(chunk.max_len, device=q.device) < ends
         heads = (tensor.transpose(1, 2) for tensor in (q_bQHD, k_bKHD, v_bKHV))
