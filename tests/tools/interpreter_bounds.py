@@ -27,9 +27,9 @@ def check_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             launched.pop()
 
     def check(pointers, mask) -> None:
-        # The interpreter's own descriptors pass arrays, whose `data` is a memoryview.
+        # The interpreter's own descriptors pass arrays, whose `data` is a memoryview; some masks are integers.
         places, kept = np.asarray(pointers.data), np.asarray(mask.data)
-        places = places if kept.all() else places[kept]
+        places = places if kept.all() else places[kept.astype(bool)]
         if places.size:
             size = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
             _require_inside(places, size, launched[-1])
