@@ -27,7 +27,7 @@ def check_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             launched.pop()
 
     def check(pointers, mask) -> None:
-        # The interpreter's own descriptors pass arrays, whose `data` is a memoryview; some masks are integers.
+        # The interpreter's descriptors pass arrays, whose `data` is a memoryview. Some masks are integers.
         places, kept = np.asarray(pointers.data), np.asarray(mask.data)
         places = places if kept.all() else places[kept.astype(bool)]
         if places.size:
