@@ -97,6 +97,11 @@ class EagerPackage:
         with torch.no_grad():
             return self._with_cache().prefill(batch.to(self.device))
 
+    @property
+    def extends(self) -> bool:
+        """Whether caches can be extended by later events."""
+        return self._cached is not None and self._cached.extends
+
     def extend(self, batch: Batch, cache: UserCache) -> UserCache:
         """Returns the cache of the users with the events of a batch appended; see `CachedModel.extend`."""
         with torch.no_grad():

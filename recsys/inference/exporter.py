@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
@@ -58,7 +58,11 @@ QUANTIZATION = "quantization.json"
 """File of a package with its metrics on the rows of the comparison before and after quantization."""
 
 ITEM_TRIAL = ".trial/items.safetensors"
-HOW = {"cached": ", when it scores with a cache,", "items": " about items"}
+HOW = {
+    "cached": ", when it scores with a cache,",
+    "extended": ", when it extends a cache,",
+    "items": " about items",
+}
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +304,7 @@ def _write_sides(source: ExportSource, folder: Path, golden: Tensor, mapped: dic
         tables=[table.entry for table in mapped.values()],
     )
     if pipeline.export.cached_scoring:
-        description.cached = asdict(CachedDescription.of(model))
+        description.cached = CachedDescription.of(model).to_json()
     package.write_description(folder, description)
     inputs = inputs_of(source.batches[0], pipeline)
     write_tensors(folder / package.GOLDEN, golden_tensors(inputs, golden))
@@ -350,10 +354,8 @@ def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
     shutil.rmtree(trial)
     allowed, report = source.pipeline.export.parity_tolerance, {}
     of_items = differences.pop()
-    ways = zip(
-        ("largest_difference", "largest_difference_cached"), zip(*differences, strict=True), strict=False
-    )
-    for name, errors in ways:
+    ways = ("largest_difference", "largest_difference_cached", "largest_difference_extended")
+    for name, errors in zip(ways, zip(*differences, strict=True), strict=False):
         report[name] = max(errors)
     if of_items:
         report["largest_difference_items"] = max(of_items)

@@ -215,18 +215,15 @@ class Package:
             PackageError: the batch has more rows than the package accepts, or the package has no such
                 program.
         """
-        self._check_rows(batch)
-        return self._cached_programs().prefill(batch)
+        return self._cached_programs(batch).prefill(batch)
+
+    def extend(self, batch: Batch, cache: UserCache) -> UserCache:
+        """Appends later events to the users of a cache; see `CachedPrograms.extend`. Raises as `prefill`."""
+        return self._cached_programs(batch).extend(batch, cache)
 
     def score(self, batch: Batch, cache: UserCache) -> Tensor:
-        """Scores candidates of the users of the cache; see `CachedPrograms.score`.
-
-        Raises:
-            PackageError: the batch has more rows than the package accepts, or the package has no such
-                program.
-        """
-        self._check_rows(batch)
-        return self._cached_programs().score(batch, cache)
+        """Scores candidates of the users of the cache; see `CachedPrograms.score`. Raises as `prefill`."""
+        return self._cached_programs(batch).score(batch, cache)
 
     def item_vectors(self, table: pa.Table) -> Tensor:
         """Computes the vectors of any items, even new ones, float32 [n, E] on the host.
@@ -254,7 +251,8 @@ class Package:
         (output,) = self.item_tower(golden_inputs(stored))
         return largest_difference(output.float().cpu(), stored["output"])
 
-    def _cached_programs(self) -> CachedPrograms:
+    def _cached_programs(self, batch: Batch) -> CachedPrograms:
+        self._check_rows(batch)
         if self.cached is None:
             raise PackageError(
                 f"{self.folder}: it has no programs that score with a cache; export it with "
@@ -283,7 +281,11 @@ class Package:
         Returns:
             The largest difference for each way to score.
         """
-        ways = [self.run_flat] if self.cached is None else [self.run_flat, self.cached.run_flat]
+        ways = [self.run_flat]
+        if self.cached is not None:
+            ways.append(self.cached.run_flat)
+            if self.cached.extends:
+                ways.append(self.cached.run_flat_extended)
         return [largest_difference(run(golden_inputs(stored)), stored["output"]) for run in ways]
 
     def _check_golden(self) -> None:

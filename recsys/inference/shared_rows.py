@@ -56,6 +56,15 @@ class PackageProgram:
         """Encodes users and histories."""
         return self.package.prefill(batch)
 
+    @property
+    def extends(self) -> bool:
+        """Whether the package was exported with the program that extends a cache."""
+        return self.package.cached is not None and self.package.cached.extends
+
+    def extend(self, batch: Batch, cache: UserCache) -> UserCache:
+        """Returns the cache of the users with the events of a batch appended; see `CachedPrograms.extend`."""
+        return self.package.extend(batch, cache)
+
     def score(self, batch: Batch, cache: UserCache) -> Tensor:
         """Scores candidates of the users of a cache."""
         return self.package.score(batch, cache)

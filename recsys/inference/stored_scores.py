@@ -21,7 +21,6 @@ from recsys.files import MANIFEST
 from recsys.inference.eager import EagerPackage
 from recsys.inference.fingerprints import Fingerprints, later_events
 from recsys.inference.shared_rows import PackageProgram, without
-from recsys.models.base import layout_rule
 from recsys.modules.cache import NotExtendableError
 from recsys.scoring.cache import UserCache
 from recsys.scoring.scorer import Scorer
@@ -89,9 +88,7 @@ class StoredScores:
         self.rows: Counter[str] = Counter()
         self.is_faster: dict[_Size, bool] = {}
         self._observe, self._lock = observe, threading.Lock()
-        # The newest events of a channel may replace older ones of the cache.
-        windows = any(channel.max_events is not None for channel in layout_rule(pipeline).channels)
-        self._extend = None if windows else getattr(scorer.program, "extend", None)
+        self._extends = scorer.program.extends
 
     def score(self, block: ColumnBlock) -> Tensor:
         """Returns the scores of all candidates of a block of good rows, on the program's device."""
@@ -124,7 +121,7 @@ class StoredScores:
                 users[row] = user
             elif (
                 user is not None
-                and self._extend is not None
+                and self._extends
                 and user.num_events < count
                 and prints.digest(row, user.num_events) == user.digest
             ):
@@ -148,12 +145,12 @@ class StoredScores:
         self, block: ColumnBlock, rows: Sequence[int], users: Sequence[StoredUser]
     ) -> UserCache | None:
         """Appends the rows' later events to their users' caches; None if old keys and values would change."""
-        if not rows or self._extend is None:
+        if not rows:
             return None
         skipped = np.array([user.num_events for user in users])
         events = self.to_batch(later_events(block.select(np.array(rows)), skipped))
         try:
-            return self._extend(events, UserCache.join([user.cache for user in users]))
+            return self.scorer.program.extend(events, UserCache.join([user.cache for user in users]))
         except NotExtendableError as error:
             log.debug("histories that grow are encoded again: %s", error)
             return None

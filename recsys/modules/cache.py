@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from recsys.modules.recurrent_cache import StateStage
 from recsys.modules.sequence import JaggedSequence
-from recsys.ops import Selection, SequenceLayout, gather_rows
+from recsys.ops import Selection, SequenceLayout, gather_rows, offsets_from_lengths
 
 WORD = torch.complex128
 """Rows are copied as 16-byte words where strides allow, since a strided copy moves narrow elements singly."""
@@ -138,6 +138,8 @@ class StageSpec:
         tail_len: number of history tokens that a truncation keeps; None if all are kept.
         num_heads, qk_dim, v_dim: shape of a token's keys and values.
         states: shapes [heads, D, V] of the states of all layers; the stage has no keys and values then.
+        slides: whether the truncation may drop more tokens when a cache is extended; true only for a stage of
+            one layer whose output nothing but targets read.
     """
 
     name: str
@@ -150,6 +152,7 @@ class StageSpec:
     qk_dim: int = 0
     v_dim: int = 0
     states: list[list[int]] = field(default_factory=list)
+    slides: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +234,20 @@ class CachingMixer:
         """Describes the stages of the mixer's caches, stack by stack."""
         raise NotImplementedError
 
+    def require_extendable(self, num_contextual: int, *, mixes: bool = False) -> None:
+        """Checks that `extend` can equal `prefill`, unless a truncation drops more tokens than before.
+
+        Exported packages extend caches only with mixers that override this.
+
+        Args:
+            num_contextual: number of contextual tokens of each sample.
+            mixes: whether a mixer that follows reads the mixed tokens.
+
+        Raises:
+            NotExtendableError: names the setting that prevents it.
+        """
+        raise NotExtendableError(f"{type(self).__name__} does not say whether its caches can be extended")
+
     def prefill(self, sequence: JaggedSequence) -> MixerCache:
         """Returns the cache of contextual and history tokens.
 
@@ -286,6 +303,25 @@ def require_prefix(layout: SequenceLayout) -> None:
         )
 
 
+def require_uncut(num_history: Tensor, tail_len: int, place: str) -> None:
+    """Checks that a truncation drops no more tokens of extended histories than before.
+
+    Args:
+        num_history: int64 [B] on the host, the number of cached and new history tokens.
+        tail_len: number of history tokens that the truncation keeps.
+        place: name of the layer or stage behind the truncation.
+
+    Raises:
+        NotExtendableError: names the truncation.
+    """
+    if bool((num_history > tail_len).any()):
+        raise NotExtendableError(
+            "a cache cannot be extended where a truncation cuts more than before: "
+            f"{int(num_history.max())} tokens of a history would reach {place}, whose tail_len is "
+            f"{tail_len}; call prefill with the whole history"
+        )
+
+
 def require_events(layout: SequenceLayout) -> None:
     """Raises ValueError if there are tokens other than history, which `extend` does not take."""
     if layout.num_contextual or layout.total_targets:
@@ -295,62 +331,16 @@ def require_events(layout: SequenceLayout) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Prefix:
-    """Facts about contextual and history tokens that the encoding of candidates and later events needs.
-
-    Attributes:
-        lengths: int64 [channels, B], number of contextual and history tokens of each row; a model without
-            channels counts as having one channel.
-        num_contextual: number of contextual tokens per row.
-        users: float32 [B, C], the concatenated USER features if encoders compute weights from them; else
-            None.
-    """
-
-    lengths: Tensor
-    num_contextual: int
-    users: Tensor | None
-
-    @classmethod
-    def of(cls, layout: SequenceLayout, users: Tensor | None) -> "Prefix":
-        """Builds the prefix of sequences without targets; `layout` joins the sequences of all channels."""
-        lengths = torch.stack([part.lengths for part in layout.parts or (layout,)])
-        return cls(lengths, layout.num_contextual, users)
-
-    @classmethod
-    def join(cls, prefixes: Sequence["Prefix"]) -> "Prefix":
-        """Joins the rows of prefixes of the same model, in order."""
-        users = [prefix.users for prefix in prefixes if prefix.users is not None]
-        lengths = torch.cat([prefix.lengths for prefix in prefixes], dim=1)
-        return cls(lengths, prefixes[0].num_contextual, torch.cat(users) if users else None)
-
-    def select(self, rows: Sequence[int]) -> "Prefix":
-        """Returns the prefix of these rows in this order; a row may occur more than once."""
-        index = torch.tensor(rows, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
-        users = None if self.users is None else self.users.index_select(0, index)
-        return Prefix(self.lengths.index_select(1, index), self.num_contextual, users)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Prefix":
-        """Returns a copy on a device."""
-        users = None if self.users is None else self.users.to(device, non_blocking=non_blocking)
-        return Prefix(self.lengths.to(device, non_blocking=non_blocking), self.num_contextual, users)
-
-    def append(self, events: SequenceLayout) -> "Prefix":
-        """Returns the prefix of the same rows with these events appended to their histories."""
-        return Prefix(self.lengths + events.lengths.view_as(self.lengths), self.num_contextual, self.users)
-
-
 def _behind(old: SequenceLayout, new: SequenceLayout) -> Selection:
     """Appends each sample of `new`, which has history tokens only, to the same sample of `old`.
 
     The index of the selection counts the tokens of `old`, then those of `new`.
 
     Raises:
-        ValueError: the lengths of a layout are only on a device.
+        ValueError: the lengths of a layout are only on a device, and nothing is traced.
     """
-    both = SequenceLayout(old.on_host().lengths + new.on_host().lengths, new.on_host().lengths)
     # Treat the new tokens as targets, because a layout can assemble history and targets from blocks.
-    return Selection(_grown(old, new), both.to(old.device).assemble_index())
+    return Selection(_grown(old, new), _summed(old, new, 0, are_targets=True).assemble_index())
 
 
 def _side_by_side(layouts: Sequence[SequenceLayout]) -> SequenceLayout:
@@ -362,5 +352,28 @@ def _side_by_side(layouts: Sequence[SequenceLayout]) -> SequenceLayout:
 def _grown(old: SequenceLayout, new: SequenceLayout) -> SequenceLayout:
     if old.parts:
         return SequenceLayout.join([_grown(*pair) for pair in zip(old.parts, new.parts, strict=True)])
-    lengths = old.on_host().lengths + new.on_host().lengths
-    return SequenceLayout(lengths, None, old.num_contextual).to(old.device)
+    return _summed(old, new, old.num_contextual, are_targets=False)
+
+
+def _summed(
+    old: SequenceLayout, new: SequenceLayout, num_contextual: int, *, are_targets: bool
+) -> SequenceLayout:
+    """Returns the layout of samples as long as those of both layouts together.
+
+    Args:
+        are_targets: whether the tokens of `new` count as targets.
+    """
+    if torch.compiler.is_compiling():
+        lengths = old.lengths + new.lengths
+        return SequenceLayout.trusted(
+            lengths,
+            offsets_from_lengths(lengths),
+            new.lengths if are_targets else torch.zeros_like(lengths),
+            num_contextual,
+            total_len=old.total_len + new.total_len,
+            max_len=old.max_len + new.max_len,
+            total_targets=new.total_len if are_targets else 0,
+        )
+    before, added = old.on_host().lengths, new.on_host().lengths
+    layout = SequenceLayout(before + added, added if are_targets else None, num_contextual)
+    return layout.to(old.device)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
-from recsys.modules.cache import NotExtendableError, Prefix
+from recsys.modules.cache import NotExtendableError
+from recsys.modules.prefix import Prefix
 from recsys.ops import SequenceLayout, bucket_embedding
 from recsys.ops.runtime import triton_support
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from recsys.modules.cache import MixerCache, Prefix
+from recsys.modules.cache import MixerCache
+from recsys.modules.prefix import Prefix
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
-"""Scoring with a cache as two functions of flat tensors, which a package compiles besides the whole model.
+"""Scoring with a cache as functions of flat tensors, which a package compiles besides the whole model.
 
-`PrefillGraph` encodes users and events, and `CachedGraph` scores candidates. The cache passes between them as
-plain tensors, which `CacheSpec` describes and converts from and to a `UserCache`.
+`PrefillGraph` encodes users and events, `ExtendGraph` appends later events, and `CachedGraph` scores
+candidates. The cache passes between them as plain tensors, which `CacheSpec` describes and converts from and
+to a `UserCache`.
 """
 
 import itertools
@@ -15,9 +16,10 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.models.base import Model, layout_rule
 from recsys.models.signature import TensorSpec
-from recsys.modules.cache import CacheStage, MixerCache, Prefix, StageSpec
+from recsys.modules.cache import CacheStage, MixerCache, StageSpec, require_uncut
 from recsys.modules.distance_channels import Past
 from recsys.modules.precision import COMPUTE_DTYPES
+from recsys.modules.prefix import Prefix
 from recsys.modules.recurrent_cache import StateStage
 from recsys.ops import SequenceLayout, offsets_from_lengths
 from recsys.scoring.cache import UserCache
@@ -114,6 +116,22 @@ class CacheSpec:
             stacks.append(tuple(stack))
         return UserCache(prefix, MixerCache(tuple(stacks)))
 
+    def require_uncut(self, cache: UserCache, events: SequenceLayout) -> None:
+        """Checks that truncations drop no more tokens when events are appended, which `ExtendGraph` does not.
+
+        Args:
+            cache: the cache; its lengths are known on the host.
+            events: the sequences of the new events, on the host; tokens other than history do not count.
+
+        Raises:
+            NotExtendableError: names the truncation.
+        """
+        parts = events.parts or (events,)
+        for spec, stage in zip(self.stages, _all_stages(cache), strict=True):
+            if spec.tail_len is not None and not spec.slides and not spec.states:
+                added = torch.cat([parts[channel].num_uih for channel in spec.channels])
+                require_uncut(stage.layout.on_host().num_uih + added, spec.tail_len, spec.name)
+
     def _layout(
         self, stage: StageSpec, lengths: Tensor, keys: Tensor, bound: Tensor | None
     ) -> SequenceLayout:
@@ -183,6 +201,14 @@ def cached_signature(pipeline: pb.Pipeline, cache: CacheSpec) -> list[TensorSpec
     return [*candidates, *cache.specs(), *map(steps_of, _with_tokens(cache.stages))]
 
 
+def extend_signature(pipeline: pb.Pipeline, cache: CacheSpec) -> list[TensorSpec]:
+    """Describes the inputs of `ExtendGraph`: the new events, then the cache as in `cached_signature`."""
+    users = {column.name for column in features.columns(pipeline, pb.USER)}
+    left_out = users | {f"{name}.counts" for name in users}
+    events = [spec for spec in prefill_signature(pipeline) if spec.name not in left_out]
+    return [*events, *cache.specs(), *map(steps_of, _with_tokens(cache.stages))]
+
+
 def cached_inputs(
     pipeline: pb.Pipeline, spec: CacheSpec, inputs: Mapping[str, Tensor], cache: UserCache
 ) -> tuple[Tensor, ...]:
@@ -192,13 +218,36 @@ def cached_inputs(
         inputs: the inputs of the scoring graph by name, of which only those of candidates are used.
     """
     longest = max(inputs["num_candidates"].tolist(), default=0)
+    return _with_cache(cached_signature(pipeline, spec), spec, inputs, cache, longest)
+
+
+def extend_inputs(
+    pipeline: pb.Pipeline, spec: CacheSpec, inputs: Mapping[str, Tensor], cache: UserCache
+) -> tuple[Tensor, ...]:
+    """Returns the inputs of `ExtendGraph`, in the order of `extend_signature`.
+
+    Args:
+        inputs: the inputs of the scoring graph by name, of which only those of events are used.
+    """
+    longest = max(inputs["uih_lengths"].tolist(), default=0) * layout_rule(pipeline).tokens_per_event
+    return _with_cache(extend_signature(pipeline, spec), spec, inputs, cache, longest)
+
+
+def _with_cache(
+    signature: Iterable[TensorSpec],
+    spec: CacheSpec,
+    inputs: Mapping[str, Tensor],
+    cache: UserCache,
+    longest: int,
+) -> tuple[Tensor, ...]:
+    """Returns the tensors of a signature; `longest` is a bound on the number of a row's new tokens."""
     named = dict(inputs) | {STEPS: steps(longest, cache.prefix.lengths.device)}
     named |= {tensor.name: value for tensor, value in zip(spec.specs(), spec.flatten(cache), strict=True)}
     for stage, tensors in zip(spec.stages, _all_stages(cache), strict=True):
         if stage.states:
             continue
         named[steps_of(stage).name] = steps(tensors.layout.max_len, tensors.layout.device)
-    return tuple(named[tensor.name] for tensor in cached_signature(pipeline, spec))
+    return tuple(named[tensor.name] for tensor in signature)
 
 
 class PrefillGraph(nn.Module):
@@ -219,6 +268,35 @@ class PrefillGraph(nn.Module):
         """Maps tensors in the order of `prefill_signature` to those of `CacheSpec.specs`."""
         batch = self.assemble(dict(zip(self.names, tensors, strict=True)))
         return tuple(self.spec.flatten(self.cached.prefill(batch)))
+
+
+class ExtendGraph(nn.Module):
+    """Runs `CachedModel.extend` from flat tensors to flat tensors.
+
+    Args:
+        model: the model, in evaluation mode.
+
+    Raises:
+        NotExtendableError: later events would change every cache; see `CachedModel.require_extendable`.
+    """
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model, self.cached = model, CachedModel(model)
+        self.cached.require_extendable()
+        self.spec = CacheSpec.of(model)
+        self.names = [spec.name for spec in extend_signature(model.pipeline, self.spec)]
+        self.assemble = Assemble(model.pipeline, has_users=False)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Maps tensors in the order of `extend_signature` to those of `CacheSpec.specs` without `USERS`.
+
+        The caller must call `CacheSpec.require_uncut` first, and USER features stay the same.
+        """
+        inputs = dict(zip(self.names, tensors, strict=True))
+        cache = self.cached.extend(self.assemble(inputs), self.spec.cache(inputs))
+        named = zip(self.spec.specs(), self.spec.flatten(cache), strict=True)
+        return tuple(tensor for spec, tensor in named if spec.name != USERS)
 
 
 class CachedGraph(nn.Module):

@@ -3,16 +3,19 @@
 The model must encode users, events and candidates separately, and its mixer must be able to use a cache.
 """
 
+import logging
 from typing import Any
 
 from torch import Tensor, nn
 
 from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
-from recsys.models.base import Model
-from recsys.modules.cache import caches, require_caching
+from recsys.models.base import Model, layout_rule
+from recsys.modules.cache import NotExtendableError, caches, require_caching
 from recsys.scoring.cache import UserCache
 from recsys.scoring.user_candidate_split import UserCandidateSplit
+
+log = logging.getLogger(__name__)
 
 
 def keeps_cache(model: nn.Module) -> bool:
@@ -50,6 +53,31 @@ class CachedModel:
         with self.model.autocast():
             sequence, prefix = self.model.preprocess.prefix(self.model.embed(batch), batch)
             return UserCache(prefix, self.mixer.prefill(sequence))
+
+    def require_extendable(self) -> None:
+        """Checks that `extend` can equal `prefill`, unless a truncation drops more tokens than before.
+
+        Raises:
+            NotExtendableError: names the setting that prevents it.
+        """
+        for channel in layout_rule(self.model.pipeline).channels:
+            if channel.max_events is not None:
+                raise NotExtendableError(
+                    f"a cache cannot be extended with max_events of channel {channel.name!r}, whose newest "
+                    "events may replace older ones of the cache; encode the whole history"
+                )
+        self.model.preprocess.require_extendable()
+        self.mixer.require_extendable(layout_rule(self.model.pipeline).num_contextual)
+
+    @property
+    def extends(self) -> bool:
+        """Whether caches can be extended; see `require_extendable`."""
+        try:
+            self.require_extendable()
+        except NotExtendableError as error:
+            log.debug("histories that grow are encoded again: %s", error)
+            return False
+        return True
 
     def extend(self, batch: Batch, cache: UserCache) -> UserCache:
         """Returns the cache of the users with later events appended; `cache` does not change.

@@ -150,9 +150,14 @@ class Assemble:
 
     The tensors of one side, users and events or else candidates, may be left out. The batch then has its rows
     without them, and contextual tokens only if there are users.
+
+    Args:
+        pipeline: the resolved config.
+        has_users: False if there are events without users.
     """
 
-    def __init__(self, pipeline: pb.Pipeline):
+    def __init__(self, pipeline: pb.Pipeline, *, has_users: bool = True):
+        self.has_users = has_users
         self.columns = features.columns(pipeline)
         self.catalogue = features.columns(pipeline, pb.ITEM)
         self.rule = layout_rule(pipeline)
@@ -160,8 +165,9 @@ class Assemble:
 
     def __call__(self, inputs: dict[str, Tensor]) -> Batch:
         """Returns the batch; `inputs` are named as in `scoring_signature`."""
-        users = "request_time" in inputs
-        none = torch.zeros_like(inputs["request_time" if users else "num_candidates"])  # one per row
+        events = "request_time" in inputs
+        users = events and self.has_users
+        none = torch.zeros_like(inputs["request_time" if events else "num_candidates"])  # one per row
         nothing = none.new_zeros(0)
         rule = self.rule if users else replace(self.rule, num_contextual=0)
         uih_lengths = inputs.get("uih_lengths", none)

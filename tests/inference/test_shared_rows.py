@@ -45,6 +45,7 @@ class Watched(SimpleNamespace):
             items=None,
             description=SimpleNamespace(outputs=outputs, device="cpu"),
             cached=self if cached else None,
+            extends=False,
             ran=[],
             prefilled=[],
             scored=[],

@@ -17,11 +17,13 @@ import recsys
 from recsys import config
 from recsys.errors import ConfigError
 from recsys.inference import stored_scores
+from recsys.inference.cached_programs import CachedDescription, CachedPrograms
 from recsys.inference.eager import EagerPackage
 from recsys.inference.predictor import Predictor
 from recsys.inference.stored_scores import ENCODED, EXTENDED, REUSED, WITHOUT, StoredScores
 from recsys.models import build_model
 from recsys.modules.mixer_declarations import LinearDeclaration
+from tests.integration import parity
 
 CONFIG = "tests/integration/tiny.config"
 TABLE = pq.read_table("tests/data/kuairand/test.parquet")
@@ -41,6 +43,11 @@ FORMS = {
         START,
         f"model.ranker.mixer={{ hstu {{ {HEADS} layer_groups {{ num_layers: 2 {BLIND} }}"
         f" layer_groups {{ num_layers: 1 tail_len: 6 {BLIND} }} }} }}",
+    ),
+    "a truncation of two layers": (
+        START,
+        f"model.ranker.mixer={{ hstu {{ {HEADS} layer_groups {{ num_layers: 1 {BLIND} }}"
+        f" layer_groups {{ num_layers: 2 tail_len: 12 {BLIND} }} }} }}",
     ),
     "channels": (START, CHANNELS % "", MIXTURE),
     "a channel's window": (START, CHANNELS % " max_events: 3", MIXTURE),
@@ -62,6 +69,15 @@ def model_of(*overrides: str) -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=1.0 if name.startswith("embed") else 0.3)
     return model
+
+
+def package_of(model: torch.nn.Module) -> SimpleNamespace:
+    """A package of the model, whose programs are not compiled."""
+    description = SimpleNamespace(device="cpu", outputs=["is_click", "watch_time"])
+    programs = SimpleNamespace(
+        pipeline=model.pipeline, items=None, description=description, run=torch.no_grad()(model.score)
+    )
+    return parity.with_cache(programs, model)
 
 
 def without_store(model: torch.nn.Module) -> Predictor:
@@ -121,21 +137,42 @@ def changed(row: dict, draw: random.Random) -> dict:
 def test_scores_are_those_of_one_pass_whatever_happens(form, always):
     draw, model = random.Random(form), model_of(*FORMS[form])
     predictor, oracle = Predictor(EagerPackage(model)), without_store(model)
+    packaged = Predictor(package_of(model))
     users = draw.sample(ROWS, 8)
     # Users leave and come back: two thirds of them fit.
-    predictor.table(table_of(users))
-    store = predictor.stored.store
-    store._tiers[0]._most_bytes = store.num_bytes * 2 // 3
+    for scores in (predictor, packaged):
+        scores.table(table_of(users))
+        store = scores.stored.store
+        store._tiers[0]._most_bytes = store.num_bytes * 2 // 3
     for _ in range(10):
         rows = draw.choices(range(8), k=draw.randint(1, 5))
         for row in rows:
             users[row] = changed(users[row], draw)
         table = table_of([users[row] for row in rows])
-        assert_equal(predictor.table(table), oracle.table(table))
+        expected = oracle.table(table)
+        for scores in (predictor, packaged):
+            assert_equal(scores.table(table), expected)
         assert store.num_bytes <= store._tiers[0]._most_bytes
     ways = predictor.stored.rows
+    assert packaged.stored.rows == ways
     assert ways[REUSED] > 0 and ways[ENCODED] > 8 and ways[WITHOUT] == 0
-    assert (ways[EXTENDED] > 0) == (form in ("grows", "a truncation", "channels", "states", "hybrid"))
+    assert (ways[EXTENDED] > 0) == (form not in ("a channel's window", "times between events", "ages"))
+
+
+def test_a_package_without_the_program_that_extends_encodes_again(always):
+    """As packages of earlier versions are, whose description has no `extend`."""
+    model = model_of(*FORMS["grows"])
+    package, table = package_of(model), table_of(ROWS[:3])
+    entry = CachedDescription.of(model).to_json()
+    assert entry.pop("extend")
+    runs = {"prefill.pt2": package.cached._run_prefill, "cached.pt2": package.cached._run_cached}
+    package.cached = CachedPrograms.load(
+        CachedDescription(**entry), model.pipeline, lambda name, inputs: runs[name]
+    )
+    predictor = Predictor(package)
+    predictor.table(table_of([row | {name: row[name][:-1] for name in HISTORY} for row in ROWS[:3]]))
+    assert_equal(predictor.table(table), without_store(model).table(table))
+    assert predictor.stored.rows == {REUSED: 0, EXTENDED: 0, ENCODED: 6}
 
 
 def test_threads_share_a_store(always):

@@ -71,7 +71,8 @@ def with_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamespace:
 
     compile_programs(model, compile_to)
     cached = CachedPrograms(model.pipeline, CacheSpec.of(model), *runs)
-    return SimpleNamespace(**{**vars(package), "cached": cached}, prefill=cached.prefill, score=cached.score)
+    methods = {"prefill": cached.prefill, "extend": cached.extend, "score": cached.score}
+    return SimpleNamespace(**{**vars(package), "cached": cached}, **methods)
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from recsys import protos as pb
-from recsys.modules.cache import Prefix
 from recsys.modules.positional import PositionalEncoder
+from recsys.modules.prefix import Prefix
 from recsys.ops import SequenceLayout
 
 WIDTH = 4

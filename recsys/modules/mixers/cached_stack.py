@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from recsys.modules.cache import (
@@ -22,6 +23,7 @@ from recsys.modules.cache import (
     require_evaluation,
     require_events,
     require_prefix,
+    require_uncut,
 )
 from recsys.modules.mixers.batched_layers import (
     Layer,
@@ -147,7 +149,8 @@ def extend(
         mixes: whether to compute the last layer's output too, which must then leave old tokens unchanged.
 
     Raises:
-        NotExtendableError: the result would differ from that of `prefill`; see `require_extendable`.
+        NotExtendableError: the result would differ from that of `prefill`; see `require_extendable`. In a
+            traced graph, whose caller must check it, truncations that drop more than before go unnoticed.
         ValueError: there are tokens other than history.
         RuntimeError: the stacks are in training mode, or gradients are enabled.
     """
@@ -155,7 +158,9 @@ def extend(
     new, timestamps = sequence.layout, sequence.timestamps
     require_events(new)
     input_dtype, sequence = sequence.values.dtype, _cast(stacks[0], sequence)
-    require_extendable(stacks[0], stages, new, mixes=mixes)
+    require_extendable(stacks[0], stages[0].layout.num_contextual, mixes=mixes)
+    if not torch.compiler.is_compiling():
+        _require_uncut(stacks[0], stages, new, mixes=mixes)
     last = len(stacks[0].rules) - 1
     keys, values = [], []
     for number, (stage, place) in enumerate(_layers(stages)):
@@ -179,46 +184,35 @@ def extend(
     return EncodedStack(tuple(grown), mixed)
 
 
-def require_extendable(
-    mixer: Stack, stages: Sequence[CacheStage], new: SequenceLayout, *, mixes: bool = False
-) -> None:
+def require_extendable(mixer: Stack, num_contextual: int, *, mixes: bool = False) -> None:
     """Checks that new events leave the cached keys and values of old tokens unchanged.
 
     A layer's keys and values depend on its input, the output of the layer before it. So every layer, but the
     last of all mixers, must give old tokens the same output as before. This fails if contextual tokens read
-    the history, if a truncation drops more tokens than before, or if a token depends on the time of the next
-    token. A truncation before the last layer may drop more tokens, since the cache drops them as well.
+    the history, or if a token depends on the time of the next token; also if a truncation drops more tokens
+    than before, which depends on the cache and is left to `require_uncut`. A truncation before the last layer
+    may drop more tokens, since the cache drops them as well.
 
     Args:
         mixer: the stack, or any of those that run as one batch.
-        stages: the cache.
-        new: layout of the new tokens.
+        num_contextual: number of contextual tokens of each sample.
         mixes: whether another mixer reads the output of the last layer.
 
     Raises:
         NotExtendableError: names the setting that prevents it.
     """
-    num_contextual, instead = stages[0].layout.num_contextual, "call prefill with the whole history"
+    instead = "call prefill with the whole history"
     if mixer.reads_times and (mixes or len(mixer.rules) > 1 or num_contextual):
         raise NotExtendableError(
             "a cache cannot be extended with bias.num_time_buckets > 0: a token's bias uses the time of "
             f"the token after it, which has changed; {instead}"
         )
-    read = list(enumerate(_layers(stages)))
-    for number, (stage, _) in read if mixes else read[:-1]:
-        rule = mixer.rules[number]
+    for number, rule in enumerate(mixer.rules if mixes else mixer.rules[:-1]):
         if not rule.mask.history_can_grow(num_contextual):
             raise NotExtendableError(
                 "a cache cannot be extended where contextual tokens read the history, as in layer "
                 f"{number}: they change, and so does the state of every event; {instead}, or set "
                 "mask.contextual_reads_history to false before training"
-            )
-        grown = stage.layout.on_host().num_uih + new.on_host().num_uih
-        if rule.tail_len is not None and bool((grown > rule.tail_len).any()):
-            raise NotExtendableError(
-                "a cache cannot be extended where a truncation cuts more than before: "
-                f"{int(grown.max())} tokens of a history would reach layer {number}, whose tail_len is "
-                f"{rule.tail_len}; {instead}"
             )
 
 
@@ -242,9 +236,20 @@ def stage_specs(number: int, channels: Sequence[int], stack: Stack) -> list[Stag
             num_heads=stack.num_heads,
             qk_dim=stack.qk_dim,
             v_dim=stack.v_dim,
+            slides=stack.rules[start].tail_len is not None and start + 1 == len(stack.rules),
         )
         for stage, (start, end) in enumerate(itertools.pairwise([*starts, len(stack.rules)]))
     ]
+
+
+def _require_uncut(mixer: Stack, stages: Sequence[CacheStage], new: SequenceLayout, *, mixes: bool) -> None:
+    """Raises NotExtendableError if a truncation drops more tokens than before; see `require_extendable`."""
+    layers = list(enumerate(_layers(stages)))
+    for number, (stage, _) in layers if mixes else layers[:-1]:
+        tail_len = mixer.rules[number].tail_len
+        if tail_len is not None:
+            grown = stage.layout.on_host().num_uih + new.on_host().num_uih
+            require_uncut(grown, tail_len, f"layer {number}")
 
 
 def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:

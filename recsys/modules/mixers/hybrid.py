@@ -88,15 +88,22 @@ class HybridMixer(Mixer, CachingMixer):
             sequence = mixer.score(sequence, part)
         return sequence
 
+    def require_extendable(self, num_contextual: int, *, mixes: bool = False) -> None:
+        """Checks all mixers, each of which but the last is read by the next one."""
+        for number, mixer in enumerate(self.mixers):
+            mixer.require_extendable(num_contextual, mixes=mixes or number + 1 < len(self.mixers))
+
     def cache_stages(self) -> list[StageSpec]:
         """Describes the stages of all mixers' caches, which a truncation shortens from its mixer on."""
         stages, first, tail_len = [], 0, None
-        for mixer in self.mixers:
+        for place, mixer in enumerate(self.mixers):
+            is_last = place + 1 == len(self.mixers)
             for stage in mixer.cache_stages():
                 number = first + stage.stack
                 name = stage.name.replace(f"stack_{stage.stack}_", f"stack_{number}_")
                 tail_len = min((n for n in (tail_len, stage.tail_len) if n is not None), default=None)
-                stages.append(replace(stage, name=name, stack=number, tail_len=tail_len))
+                slides = stage.slides and is_last
+                stages.append(replace(stage, name=name, stack=number, tail_len=tail_len, slides=slides))
             first = stages[-1].stack + 1
         return stages
 

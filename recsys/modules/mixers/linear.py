@@ -101,7 +101,7 @@ class LinearMixer(Mixer, CachingMixer):
             require_prefix(sequence.layout)
         else:
             require_events(sequence.layout)
-            self._require_extendable(mixes)
+            self.require_extendable(past.num_contextual, mixes=mixes)
         given, sequence = sequence, to_compute_dtype(sequence)
         clocks, values, after = self._clocks(sequence, past), sequence.values, []
         for layer, before in zip(self.layers, states, strict=True):
@@ -125,6 +125,19 @@ class LinearMixer(Mixer, CachingMixer):
         for layer, before in zip(self.layers, states, strict=True):
             values = layer.proceed(values, sequence.layout, clocks, before).values
         return sequence.with_values(values.to(input_dtype))
+
+    def require_extendable(self, num_contextual: int, *, mixes: bool = False) -> None:
+        """Checks that new events leave the input of every layer but the first unchanged for old tokens.
+
+        Raises:
+            NotExtendableError: a token reads the time of the next token.
+        """
+        if self.reads_times and (mixes or len(self.layers) > 1):
+            raise NotExtendableError(
+                "a cache cannot be extended with linear.time_channel: a token reads the time of the token "
+                "after it, which has changed; call prefill with the whole history, or set time_channel to "
+                "false before training"
+            )
 
     def cache_stages(self) -> list[StageSpec]:
         """Describes the states of all layers as one stage."""
@@ -170,15 +183,6 @@ class LinearMixer(Mixer, CachingMixer):
         if newest is not None:
             newest = torch.where(layout.lengths > 0, newest, past.newest)
         return Past(past.lengths + layout.lengths, past.num_contextual, newest)
-
-    def _require_extendable(self, mixes: bool) -> None:
-        """Checks that new events leave the input of every layer but the first unchanged for old tokens."""
-        if self.reads_times and (mixes or len(self.layers) > 1):
-            raise NotExtendableError(
-                "a cache cannot be extended with linear.time_channel: a token reads the time of the token "
-                "after it, which has changed; call prefill with the whole history, or set time_channel to "
-                "false before training"
-            )
 
 
 def _channels(config: pb.LinearMixer) -> dict[str, tuple[int, ...]]:

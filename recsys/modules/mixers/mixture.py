@@ -102,6 +102,11 @@ class MixtureMixer(Mixer, CachingMixer):
             mixed.append(parts_of(cached_stack.score(stacks, _as_one(channels), stages)))
         return self._fuse(mixed, parts[0])
 
+    def require_extendable(self, num_contextual: int, *, mixes: bool = False) -> None:
+        """Checks that new events leave cached keys and values unchanged; see `cached_stack`."""
+        for stack in self.stacks:
+            stack.require_extendable(num_contextual, mixes=mixes)
+
     def cache_stages(self) -> list[StageSpec]:
         """Describes the stages of the mixer's caches, stack by stack."""
         specs = []

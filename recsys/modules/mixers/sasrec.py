@@ -114,6 +114,10 @@ class SasRecMixer(Mixer, CachingMixer):
         mixed = cached_stack.score([self], sequence, *cache.stacks)
         return mixed.with_values(self.norm(mixed.values))
 
+    def require_extendable(self, num_contextual: int, *, mixes: bool = False) -> None:
+        """Checks that new events leave cached keys and values unchanged; see `cached_stack`."""
+        cached_stack.require_extendable(self, num_contextual, mixes=mixes)
+
     def cache_stages(self) -> list[StageSpec]:
         """Describes the stages of the mixer's caches."""
         return cached_stack.stage_specs(0, [0], self)

@@ -17,12 +17,12 @@ from recsys.config import checks, features
 from recsys.config.registry import register
 from recsys.data.batch import Batch, Channel, LayoutRule
 from recsys.modules.action import ActionEncoder
-from recsys.modules.cache import Prefix
 from recsys.modules.content import ContentEncoder
 from recsys.modules.flops import linear_flops
 from recsys.modules.gated_mlp import ContextualizedMLP, RowContext
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.precision import product_dtype
+from recsys.modules.prefix import Prefix
 from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed, events_of
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
@@ -131,10 +131,18 @@ class ContextualPreprocessor(nn.Module):
         Raises:
             NotExtendableError: the events would change the tokens of `prefix`; the message names the setting.
         """
-        if self.positional is not None:
-            self.positional.require_extendable()
+        self.require_extendable()
         encoded = self._history(inputs, batch, prefix.users)
         return self._sequence(encoded, batch, behind=prefix)
+
+    def require_extendable(self) -> None:
+        """Checks that later events leave the tokens of a prefix unchanged.
+
+        Raises:
+            NotExtendableError: names the setting that prevents it.
+        """
+        if self.positional is not None:
+            self.positional.require_extendable()
 
     def flops(self, batch: Batch) -> int:
         """Counts the FLOP of a forward pass; see `recsys.modules.flops`."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recsys.data.batch import Batch
-from recsys.modules.cache import Prefix
+from recsys.modules.prefix import Prefix
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout, offsets_from_lengths
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.while_loop import while_loop
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import checkpoint
 
@@ -91,17 +91,22 @@ def _attend_exported(inputs: Inputs, layout: SequenceLayout, scale: float) -> tu
     rows = rows.unflatten(1, (num_chunks, EXPORTED_CHUNK))
     padded = [torch.cat([part, part.new_zeros(1, *part.shape[1:])])[rows] for part in tokens]
 
-    def more(number: Tensor, *_: Tensor) -> Tensor:
-        return number < num_chunks
+    end = place.new_full((), num_chunks)
 
-    def step(number: Tensor, state: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def more(number: Tensor, state: Tensor, outputs: Tensor, end: Tensor, *_: Tensor) -> Tensor:
+        return number < end
+
+    def step(
+        number: Tensor, state: Tensor, outputs: Tensor, end: Tensor, *padded: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         chunk = [part.index_select(1, number[None])[:, 0] for part in padded]
         out, state = _chunk(state, *chunk)
         return number + 1, state, outputs.index_copy(1, number[None], out[:, None])
 
     first = torch.zeros((), dtype=torch.int64, device=q.device)
     outputs = q.new_zeros(padded[2].shape, dtype=state.dtype)
-    _, state, outputs = while_loop(more, step, (first, state, outputs))
+    # `while_loop` would compile the functions of the loop before they are traced.
+    _, state, outputs = while_loop_op(more, step, (first, state, outputs), (end, *padded))
     of_history = outputs.flatten(0, 2)
     of_targets = _alone(state, layout.targets_only().index, layout, tokens)
     out = torch.cat([of_history, of_targets])[_places(layout, num_chunks * EXPORTED_CHUNK)]

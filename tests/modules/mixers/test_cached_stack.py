@@ -418,7 +418,8 @@ def test_what_is_refused_would_be_wrong(monkeypatch, case):
     mixer = build(f"hstu {{ {STACK} {REFUSED[case][0]} }}")
     sequence = prefix_of(inputs(mixer))
     old, new = grown(sequence, ADDED)
-    monkeypatch.setattr(cached_stack, "require_extendable", lambda *_, **named: None)
+    for name in ("require_extendable", "_require_uncut"):
+        monkeypatch.setattr(cached_stack, name, lambda *_, **named: None)
     with torch.no_grad():
         actual = stages_of(mixer.extend(new, mixer.prefill(old)))[-1]
         wanted = stages_of(mixer.prefill(sequence))[-1]
