@@ -16,7 +16,10 @@ RANKER_SASREC = "model { ranker { mixer { sasrec { num_layers: 1  num_heads: 2 }
 RETRIEVER_SASREC = "model { retriever { mixer { sasrec { num_layers: 1  num_heads: 2 } } } }"
 ONE_LAYER = "model { ranker { mixer { hstu { num_layers: 1 } } } }"
 LINEAR = "linear { num_layers: 1  num_heads: 2  qk_dim: 4 }"
-RANKER_LINEAR = f"model {{ ranker {{ mixer {{ {LINEAR} }} }} }}"
+RANKER_LINEAR = f"""model {{ ranker {{ mixer {{ hybrid {{
+  mixers {{ sasrec {{ num_heads: 2  layer_groups {{ num_layers: 1  tail_len: 3 }} }} }}
+  mixers {{ {LINEAR} }}
+}} }} }} }}"""
 RETRIEVER_HYBRID = """model { retriever { mixer { hybrid {
   mixers { linear { num_layers: 1  num_heads: 2  qk_dim: 4  form: DELTA  position_channel: false } }
   mixers { hstu { num_layers: 1  qk_dim: 4 } }
@@ -42,7 +45,7 @@ BF16 = "model { precision: BF16 }"
 MODELS = {
     "ranker hstu": (RANKER,),
     "ranker sasrec": (RANKER, RANKER_SASREC),
-    "ranker linear": (RANKER, RANKER_LINEAR),
+    "ranker linear behind a truncation": (RANKER, RANKER_LINEAR),
     "ranker truncated": (RANKER, TRUNCATED),
     "ranker bf16": (RANKER, BF16, ONE_LAYER),
     "ranker interleaved": RANKERS["interleaved"],
