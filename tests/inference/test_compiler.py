@@ -51,7 +51,9 @@ def test_a_disk_that_is_full_is_an_error_and_not_the_end_of_the_process(monkeypa
         compile_double(Path("/dev/full"))
 
 
+@pytest.mark.slow
 def test_what_is_written_can_be_loaded(tmp_path):
+    """The packages that tests/integration exports are written and loaded in the same way."""
     path = tmp_path / "double.pt2"
     compile_double(path)
     loaded = torch._inductor.aoti_load_package(str(path))
