@@ -22,6 +22,8 @@ def speed_up_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     _keep_shapes(monkeypatch, core)
     _keep_numpy_types(monkeypatch, interpreter)
     _leave_equal_shapes_alone(monkeypatch, semantic.TritonSemantic)
+    _leave_equal_types_alone(monkeypatch, core, semantic.TritonSemantic)
+    _call_builtins_directly(monkeypatch, core, interpreter, semantic.TritonSemantic)
 
 
 def _compute_types_of_tuples_when_asked(monkeypatch, core) -> None:
@@ -98,3 +100,42 @@ def _leave_equal_shapes_alone(monkeypatch, semantic) -> None:
         return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
 
     monkeypatch.setattr(semantic, "broadcast_impl_value", faster)
+
+
+def _leave_equal_types_alone(monkeypatch, core, semantic) -> None:
+    """Numbers of the same type need no common type, but for a division, whose result may have another one."""
+    checked = semantic.binary_op_type_checking_impl
+
+    def faster(
+        self,
+        lhs,
+        rhs,
+        allow_lhs_ptr=False,
+        allow_rhs_ptr=False,
+        arithmetic_check=True,
+        div_or_mod=False,
+    ):
+        if not div_or_mod and type(lhs) is core.tensor and type(rhs) is core.tensor:
+            scalar = lhs.dtype
+            if scalar is rhs.dtype and not scalar.is_ptr():
+                return self.broadcast_impl_value(lhs, rhs)
+        return checked(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    monkeypatch.setattr(semantic, "binary_op_type_checking_impl", faster)
+
+
+def _call_builtins_directly(monkeypatch, core, interpreter, semantic_of) -> None:
+    """Leaves out the check that functions of the language are called from a kernel, which they are here."""
+    checks = core.builtin(len).__code__
+
+    def patch_attr(obj, name, member, builder, scope):
+        semantic = semantic_of(builder)
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is checks else member
+
+        def call(*arguments, **options):
+            options["_semantic"] = semantic
+            return inner(*arguments, **options)
+
+        scope.set_attr(obj, name, call)
+
+    monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)

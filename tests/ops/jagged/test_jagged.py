@@ -176,13 +176,14 @@ def test_on_a_gpu_auto_takes_it_but_in_an_exported_graph():
 
 @by_kernels
 def test_views_odd_addresses_and_transposed_gradients(runner):
-    joint = torch.randn(501, 3 * 256 + 1, device=runner.device).to(runner.half).requires_grad_()
-    index = torch.randperm(500, device=runner.device)
+    rows = 60 if runner.is_interpreted else 500
+    joint = torch.randn(rows + 1, 3 * 256 + 1, device=runner.device).to(runner.half).requires_grad_()
+    index = torch.randperm(rows, device=runner.device)
     pairs = []
     for backend in ("triton", "reference"):
         _, a, b = joint[1:].split([1, 256, 512], dim=1)
-        out = gather_rows([a, b[:, :256]], torch.cat([index, index + 500]), backend=backend)
-        cotangent = torch.randn(256, 1000, generator=torch.Generator().manual_seed(1)).to(out)
+        out = gather_rows([a, b[:, :256]], torch.cat([index, index + rows]), backend=backend)
+        cotangent = torch.randn(256, 2 * rows, generator=torch.Generator().manual_seed(1)).to(out)
         pairs.append([out.detach(), *torch.autograd.grad(out, joint, cotangent.t())])
     harness.assert_equal(*pairs)
 
