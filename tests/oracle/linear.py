@@ -91,11 +91,12 @@ def by_content(config: pb.LinearMixer, weights: Weights, path: list, head: int) 
         decays.append(rate * torch.log2(1 / (1 + torch.exp(-logit))))
 
     def answer(query: Tensor, at: int, added: list[Tensor]) -> Tensor:
-        """The answer to a query of the state of token `at`, decayed."""
+        """The answer to a query of the state of token `at`: what token j added has all decays behind j."""
         total = torch.zeros_like(values[0])
-        for j, what in enumerate(added):
-            kept = sum(decays[j + 1 : at + 1], torch.zeros(key, dtype=torch.float64)).exp()
-            total = total + (query * kept * keys[j]).sum() * what
+        decay = sum(decays[len(added) : at + 1], torch.zeros(key, dtype=torch.float64))
+        for j in reversed(range(len(added))):
+            total = total + (query * decay.exp() * keys[j]).sum() * added[j]
+            decay = decay + decays[j]
         return total
 
     added: list[Tensor] = []
@@ -129,13 +130,8 @@ def distances(name: str, path: list[Token], num_history: int) -> list[tuple[list
 
 def weight(periods: tuple[int, ...], waves: Weights, head: int, steps: list[int], apart: int) -> Tensor:
     """A sum of damped waves; a step never damps by more than exp(-20)."""
-    total = torch.zeros((), dtype=torch.float64)
-    for number, period in enumerate(periods):
-        rate = math.log(2) / period * torch.exp(waves["log_rate"][number])
-        damped = sum(
-            (torch.clamp(-rate * step, min=-20) for step in steps), torch.zeros((), dtype=torch.float64)
-        )
-        angle = 2 * math.pi * (apart % period) / period
-        wave = waves["even"][head, number] * math.cos(angle) + waves["odd"][head, number] * math.sin(angle)
-        total = total + damped.exp() * wave
-    return total
+    rates = math.log(2) / torch.tensor(periods, dtype=torch.float64) * torch.exp(waves["log_rate"])
+    damped = sum((torch.clamp(-rates * step, min=-20) for step in steps), torch.zeros_like(rates))
+    angles = [2 * math.pi * (apart % period) / period for period in periods]
+    even, odd = (torch.tensor([f(x) for x in angles], dtype=torch.float64) for f in (math.cos, math.sin))
+    return (damped.exp() * (waves["even"][head] * even + waves["odd"][head] * odd)).sum()
