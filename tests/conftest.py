@@ -19,7 +19,6 @@ hypothesis.settings.load_profile("fixed")
 gc.set_threshold(50_000, 20, 100)
 
 LONG_FILES = {
-    "test_quickstart.py",
     "test_distributed.py",
     "test_export_predict.py",
     "test_generator.py",
