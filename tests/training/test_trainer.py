@@ -1,5 +1,7 @@
 """The loop: results that are read while later batches are under way change nothing, and steps do not wait."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,20 +15,27 @@ from recsys.training.session import open_session
 from tests.integration.runs import CONFIG, records, tensors, train
 
 SHORT = ("train.num_steps=8", "train.schedule.warmup_steps=0", "train.log_every_steps=3")
+ACCUMULATED = (*SHORT, "train.accumulate_batches=2", "train.checkpoint.every_steps=4")
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory) -> Path:
+    """A run that reads the results of each batch before the next one."""
+    folder = tmp_path_factory.mktemp("at_once")
+    assert train(folder, *ACCUMULATED) == 0
+    return folder
 
 
 @pytest.mark.parametrize("batches", [1, 3])
-def test_results_that_are_read_late_change_nothing(tmp_path, monkeypatch, batches):
+def test_results_that_are_read_late_change_nothing(tmp_path, at_once, monkeypatch, batches):
     """With two batches a step: one is read in the middle of the step, the other ones behind it."""
-    chosen = (*SHORT, "train.accumulate_batches=2", "train.checkpoint.every_steps=4")
-    assert train(tmp_path / "at once", *chosen) == 0
     monkeypatch.setitem(trainer.LATE_BATCHES, "cpu", batches)
-    assert train(tmp_path / "late", *chosen) == 0
+    assert train(tmp_path, *ACCUMULATED) == 0
     for kind, steps in (("train", [3, 6, 8]), ("evaluation", [6, 8])):
-        late = records(tmp_path / "late", kind)
+        late = records(tmp_path, kind)
         assert sorted(late) == steps
-        assert late == records(tmp_path / "at once", kind)
-    first, second = (tmp_path / name / "checkpoints" / "step-00000008" for name in ("at once", "late"))
+        assert late == records(at_once, kind)
+    first, second = (run / "checkpoints" / "step-00000008" for run in (at_once, tmp_path))
     assert (first / "state.json").read_text() == (second / "state.json").read_text()
     saved = tensors(second)
     assert all(torch.equal(saved[name], tensor) for name, tensor in tensors(first).items())
