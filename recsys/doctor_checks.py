@@ -205,6 +205,7 @@ def explain_ops() -> str:
             ops.explain("hstu_attention", q, q, q, layout, scale_len=8),
             ops.explain("hstu_attention_cached", q, q, q, layout, q, q, layout, scale_len=8),
             ops.explain("softmax_attention", q, q, q, layout),
+            ops.explain("cross_attention", q, q, q, layout, layout),
             ops.explain("linear_attention", q, q, q, q, layout),
             ops.explain("gated_norm", row, row, scale, scale),
             ops.explain("linear_logp", row, row, place),
