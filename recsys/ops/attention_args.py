@@ -4,7 +4,7 @@ backend."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ class AttentionFacts:
     """Facts of a call from which a backend decides whether it can run; no values of tensors.
 
     `histories_only` says that the tokens of a sample are of one kind, and that there are at most
-    `MAX_SAMPLES` samples. Only `softmax_attention` and `cross_attention` set it.
+    `MAX_SAMPLES` samples. Only `of_one_kind` sets it.
     """
 
     device: str
@@ -122,6 +122,12 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
             )
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"k must have the head dimension of q, {q.shape[2]}, got {k.shape[2]}")
+
+
+def of_one_kind(facts: AttentionFacts, layout: SequenceLayout) -> AttentionFacts:
+    """Returns the facts of a call whose samples have tokens of one kind, as FlashAttention takes them."""
+    is_traced = torch.compiler.is_compiling()
+    return facts if is_traced or layout.batch_size > MAX_SAMPLES else replace(facts, histories_only=True)
 
 
 def check_cache(

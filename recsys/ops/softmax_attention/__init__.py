@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import (
-    MAX_SAMPLES,
     AttentionFacts,
     attention_facts,
     check_attention,
     check_number,
+    of_one_kind,
     scale_of,
 )
 from recsys.ops.jagged.layout import SequenceLayout
@@ -72,11 +69,7 @@ def _facts(
     if alpha is not None:
         check_number("alpha", alpha)
     facts = attention_facts(q, k, v, mask, bias=None, deterministic=None)
-    if torch.compiler.is_compiling() or layout.num_contextual or layout.total_targets:
-        return facts
-    if layout.batch_size > MAX_SAMPLES:
-        return facts
-    return replace(facts, histories_only=True)
+    return facts if layout.num_contextual or layout.total_targets else of_one_kind(facts, layout)
 
 
 OP = Op("softmax_attention", __name__, backends=("flash", "reference"), facts=_facts)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import (
-    MAX_SAMPLES,
     AttentionFacts,
     attention_facts,
     check_attention,
-    check_number,
+    of_one_kind,
     scale_of,
 )
 from recsys.ops.jagged.layout import SequenceLayout
@@ -31,10 +27,9 @@ def cross_attention(
     layout: SequenceLayout,
     key_layout: SequenceLayout,
     *,
-    alpha: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Computes, per head, `out[i] = sum_j softmax_j(alpha <q_i, k_j>) v_j` over all keys `j` of i's sample.
+    """Computes, per head, `out[i] = sum_j softmax_j(<q_i, k_j> / sqrt(D)) v_j` over the keys `j` of i's sample.
 
     With `key_layout` the same object as `layout`, all tokens of a sample attend to each other.
 
@@ -44,7 +39,6 @@ def cross_attention(
         v: [S, H, V]; V may differ from D.
         layout: the samples of the queries.
         key_layout: the samples of the keys, as many as those of `layout`.
-        alpha: None for `1 / sqrt(D)`; an explicit 0.0 means 0.0.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
@@ -55,32 +49,20 @@ def cross_attention(
 
     Source: Vaswani et al., Attention Is All You Need.
     """
-    facts = _facts(q, k, v, layout, key_layout, alpha=alpha)
-    alpha = scale_of(q) if alpha is None else alpha
-    return OP.select(facts, backend).run(q, k, v, layout, key_layout, alpha=alpha)
+    facts = _facts(q, k, v, layout, key_layout)
+    return OP.select(facts, backend).run(q, k, v, layout, key_layout, alpha=scale_of(q))
 
 
 def _facts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    *,
-    alpha: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, key_layout: SequenceLayout
 ) -> AttentionFacts:
     """Validates the arguments for all backends and returns the facts of the call."""
     check_attention(q, q, q, layout, _NO_WINDOW)
     _check_keys(q, k, v, layout, key_layout)
     if layout.total_targets or key_layout.total_targets:
         raise ValueError("samples must hold no targets, which would see each other")
-    if alpha is not None:
-        check_number("alpha", alpha)
-    facts = attention_facts(q, k, v, _NO_WINDOW, bias=None, deterministic=None)
-    if torch.compiler.is_compiling() or layout.batch_size > MAX_SAMPLES:
-        return facts
     # Without a mask, contextual tokens are like others.
-    return replace(facts, histories_only=True)
+    return of_one_kind(attention_facts(q, k, v, _NO_WINDOW, bias=None, deterministic=None), layout)
 
 
 def _check_keys(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> None:
