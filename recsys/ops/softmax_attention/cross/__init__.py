@@ -29,7 +29,7 @@ def cross_attention(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """Computes, per head, `out[i] = sum_j softmax_j(<q_i, k_j> / sqrt(D)) v_j` over the keys `j` of i's sample.
+    """Computes, per head, `out[i] = sum_j softmax_j(<q_i, k_j> / sqrt(D)) v_j` over all keys of i's sample.
 
     With `key_layout` the same object as `layout`, all tokens of a sample attend to each other.
 
