@@ -2,7 +2,7 @@
 
     python run.py prepare --data DIR --ml-1m ZIP --beauty Beauty.txt --beauty-times TIMES --kuairand FOLDER
         packs each dataset into DIR/NAME.tar.xz, for a machine without the original files
-    python run.py train --data DIR --runs RUNS --gpus 2 --per-gpu 9 --seconds 480 [--record FILE]
+    python run.py train --data DIR --runs RUNS --gpus 0 1 --per-gpu 6 --seconds 480 [--record FILE]
         unpacks what is not unpacked, then trains and evaluates what is not done; at the time limit SIGTERM
         stops and saves all runs, and the next call goes on; prints the table of what is done
     python run.py table --runs RUNS [--record FILE]
@@ -84,19 +84,22 @@ def _block(text: str) -> str:
 
 
 ML_1M = Setting("ml-1m", "configs/ml_1m_hstu_large.config", "model.retriever.mixer", 8, 2, 64, 0.4)
+BEAUTY = Setting(
+    "amazon-beauty",
+    "configs/amazon_beauty_hstu.config",
+    "model.retriever.mixer",
+    *(2, 2, 32, 0.5),
+    metrics=("hit_rate@5", "ndcg@5", "hit_rate@10", "ndcg@10", "mrr"),
+)
 SETTINGS = {
     "ml-1m": ML_1M,
     # Trained on all but the test item and evaluated at the end, as experiments/2026-11-27-ml-1m-protocol was.
     "ml-1m-all": replace(
         ML_1M, rows="train_validation.parquet", change="train.evaluation.every_steps=100000"
     ),
-    "amazon-beauty": Setting(
-        "amazon-beauty",
-        "configs/amazon_beauty_hstu.config",
-        "model.retriever.mixer",
-        *(2, 2, 32, 0.5),
-        metrics=("hit_rate@5", "ndcg@5", "hit_rate@10", "ndcg@10", "mrr"),
-    ),
+    "amazon-beauty": BEAUTY,
+    # Events of the same day in random order, seed 1, in place of the order of the file.
+    "amazon-beauty-shuffled": replace(BEAUTY, dataset="amazon-beauty-shuffled"),
     "kuairand": Setting(
         "kuairand",
         "configs/kuairand_ranking.config",
@@ -175,6 +178,8 @@ def prepare(arguments: argparse.Namespace) -> None:
         command = ["sequences", "--input", arguments.beauty, "--times", arguments.beauty_times]
         sizes = ["--min-user-events", "5", "--min-item-events", "5", "--max-history", "50"]
         pack_prepared(arguments.data, "amazon-beauty", command + sizes)
+        shuffled = ["--ties", "shuffle", "--seed", "1"]
+        pack_prepared(arguments.data, "amazon-beauty-shuffled", command + sizes + shuffled)
     if arguments.kuairand:
         pack_prepared(arguments.data, "kuairand", ["kuairand", "--input", arguments.kuairand])
     for path in arguments.data.glob("*.tar.xz"):
@@ -248,7 +253,7 @@ def train(arguments: argparse.Namespace) -> None:
                 active.append(run)
             else:
                 print(f"{run.name}: {run.seconds} s, {result(run)['metrics']}", flush=True)
-        for gpu in range(arguments.gpus):
+        for gpu in arguments.gpus:
             while waiting and sum(run.gpu == gpu for run in active) < arguments.per_gpu:
                 active.append(waiting.pop(0))
                 active[-1].start(gpu)
@@ -323,7 +328,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/linear-quality"))
     parser.add_argument("--record", type=Path)
     parser.add_argument("--only", nargs="*")
-    for name, default in (("gpus", 1), ("per-gpu", 9), ("seconds", 480)):
+    parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="their numbers")
+    for name, default in (("per-gpu", 6), ("seconds", 480)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("ml-1m", "beauty", "beauty-times", "kuairand"):
         parser.add_argument(f"--{name}", type=Path)

@@ -2,8 +2,9 @@
 
     python run.py pack --data DIR --folder beauty-file
         packs what `prepare.sh` made into DIR/sid-beauty-file.tar.xz
-    python run.py tune --data DIR --runs RUNS --record FILE [--gpus 1 --per-gpu 12 --seconds 480]
-        trains every variant of VARIANTS once with the order of the file, and reads its validation metric
+    python run.py tune --data DIR --runs RUNS --record FILE [--gpus 0 1 --per-gpu 6 --seconds 480]
+        trains every variant of VARIANTS once with the order of the file, and reads its validation metric;
+        `--seeds 3` takes three seeds, for a kind whose variants are not compared
     python run.py final --data DIR --runs RUNS --record FILE ...
         trains the variant of each kind that was best on validation with three seeds and both orders of equal
         times, and evaluates it on test, with exact ranks
@@ -33,6 +34,9 @@ SEEDS = (1, 2, 3)
 ORDERS = ("file", "shuffle")
 COLD = ("cold2", "cold5")
 """Items of Beauty held out of training, 2 % and 5 %; the test rows are those with such a target."""
+
+FIRST = ("file", "cold2", "shuffle", "cold5")
+"""Which runs of the final stage come first."""
 
 METRICS = ("hit_rate@1", "hit_rate@5", "ndcg@5", "hit_rate@10", "ndcg@10", "hit_rate@20", "ndcg@20", "mrr")
 
@@ -366,16 +370,19 @@ def runs_to_do(arguments: argparse.Namespace) -> list[Run]:
     """The runs of a stage, the first seed of everything first."""
     if arguments.what == "tune":
         runs = [
-            Run(name, "file", variant, 1, arguments) for name, tried in VARIANTS.items() for variant in tried
+            Run(name, "file", variant, seed, arguments)
+            for seed in SEEDS[: arguments.seeds]
+            for name, tried in VARIANTS.items()
+            for variant in tried
         ]
     else:
         best = chosen_variants(load(arguments.record))
         runs = [
             Run(name, order, variant, seed, arguments)
+            for order in FIRST
             for seed in SEEDS
             for (name, kind), variant in best.items()
-            for order in orders(name, kind)
-            if (arguments.data / f"{name}-{order}").exists()
+            if order in orders(name, kind) and (arguments.data / f"{name}-{order}").exists()
         ]
     return [run for run in runs if not arguments.only or any(text in run.name for text in arguments.only)]
 
@@ -433,7 +440,7 @@ def train(arguments: argparse.Namespace) -> None:
             else:
                 active.remove(run)
                 store(run)
-        for gpu in range(arguments.gpus):
+        for gpu in arguments.gpus:
             while waiting and sum(run.gpu == gpu for run in active) < arguments.per_gpu:
                 active.append(waiting.pop(0))
                 active[-1].start(gpu)
@@ -501,7 +508,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/sid-quality"))
     parser.add_argument("--record", type=Path, default=Path("record.json"))
     parser.add_argument("--only", nargs="*")
-    for name, default in (("gpus", 1), ("per-gpu", 12), ("seconds", 480)):
+    parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="their numbers")
+    for name, default in (("per-gpu", 6), ("seconds", 480), ("seeds", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     for name in ("data", "runs", "record"):
