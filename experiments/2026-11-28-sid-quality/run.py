@@ -8,6 +8,8 @@
     python run.py final --data DIR --runs RUNS --record FILE ...
         trains the variant of each kind that was best on validation with three seeds and both orders of equal
         times, and evaluates it on test, with exact ranks
+    python run.py all --data DIR --runs RUNS --record FILE --only VARIANT ...
+        does both: a kind is final as soon as its variants that `--only` names are done
     python run.py table --record FILE
 
 Run from the root of the repository, with the archives in DIR. A run is `recsys.train`
@@ -27,6 +29,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -366,25 +369,41 @@ def unpack(data: Path) -> None:
                 tar.extractall(data, filter="data")
 
 
-def runs_to_do(arguments: argparse.Namespace) -> list[Run]:
-    """The runs of a stage, the first seed of everything first."""
+def runs_to_do(arguments: argparse.Namespace, failed: Collection[str] = ()) -> list[Run]:
+    """The runs of a stage, those of the final table by the order of equal times and the seed.
+
+    Args:
+        failed: names of runs that nobody need wait for.
+    """
+    tuned = [
+        Run(name, "file", variant, seed, arguments)
+        for seed in SEEDS[: arguments.seeds]
+        for name, tried in VARIANTS.items()
+        for variant in tried
+    ]
+    record = load(arguments.record)
+    final = [
+        Run(name, order, variant, seed, arguments)
+        for order in FIRST
+        for seed in SEEDS
+        for (name, kind), variant in chosen_variants(record).items()
+        if order in orders(name, kind) and (arguments.data / f"{name}-{order}").exists()
+    ]
     if arguments.what == "tune":
-        runs = [
-            Run(name, "file", variant, seed, arguments)
-            for seed in SEEDS[: arguments.seeds]
-            for name, tried in VARIANTS.items()
-            for variant in tried
-        ]
-    else:
-        best = chosen_variants(load(arguments.record))
-        runs = [
-            Run(name, order, variant, seed, arguments)
-            for order in FIRST
-            for seed in SEEDS
-            for (name, kind), variant in best.items()
-            if order in orders(name, kind) and (arguments.data / f"{name}-{order}").exists()
-        ]
-    return [run for run in runs if not arguments.only or any(text in run.name for text in arguments.only)]
+        return selected(tuned, arguments.only)
+    if arguments.what == "final":
+        return selected(final, arguments.only)
+    tuned = selected(tuned, arguments.only)
+    kinds = {(run.dataset, run.variant.kind) for run in tuned}
+    waits = {
+        (run.dataset, run.variant.kind) for run in tuned if run.name not in record and run.name not in failed
+    }
+    ready = [run for run in final if (run.dataset, run.variant.kind) in kinds - waits]
+    return tuned + [run for run in ready if run.name not in {other.name for other in tuned}]
+
+
+def selected(runs: list[Run], only: list[str] | None) -> list[Run]:
+    return [run for run in runs if not only or any(text in run.name for text in only)]
 
 
 def orders(dataset: str, kind: str) -> tuple[str, ...]:
@@ -430,20 +449,28 @@ def train(arguments: argparse.Namespace) -> None:
     stopped = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stopped.append(number))
-    record = load(arguments.record)
-    waiting = [run for run in runs_to_do(arguments) if run.name not in record and run.command()]
     active: list[Run] = []
-    while (waiting or active) and time.monotonic() < deadline and not stopped:
+    started: set[str] = set()
+    failed: set[str] = set()
+
+    def waiting() -> list[Run]:
+        done = started | load(arguments.record).keys()
+        return [run for run in runs_to_do(arguments, failed) if run.name not in done and run.command()]
+
+    while (active or waiting()) and time.monotonic() < deadline and not stopped:
         for run in [run for run in active if run.process.poll() is not None]:
             if run.goes_on():
                 run.start(run.gpu)
-            else:
-                active.remove(run)
-                store(run)
+                continue
+            active.remove(run)
+            store(run)
+            if run.name not in load(arguments.record):
+                failed.add(run.name)
         for gpu in arguments.gpus:
-            while waiting and sum(run.gpu == gpu for run in active) < arguments.per_gpu:
-                active.append(waiting.pop(0))
-                active[-1].start(gpu)
+            while sum(run.gpu == gpu for run in active) < arguments.per_gpu and (runs := waiting()):
+                started.add(runs[0].name)
+                active.append(runs[0])
+                runs[0].start(gpu)
         time.sleep(0.5)
     for run in active:
         run.process.terminate()
@@ -455,7 +482,7 @@ def train(arguments: argparse.Namespace) -> None:
             run.process.kill()
     for run in runs_to_do(arguments):
         store(run)
-    print(f"not done: {[run.name for run in [*active, *waiting]]}")
+    print(f"not done: {[run.name for run in [*active, *waiting()]]}")
 
 
 def store(run: Run) -> None:
@@ -502,7 +529,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["pack", "tune", "final", "baselines", "table"])
+    parser.add_argument("what", choices=["pack", "tune", "final", "all", "baselines", "table"])
     parser.add_argument("--folder", help="for pack")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--runs", type=Path, default=Path("runs/sid-quality"))
