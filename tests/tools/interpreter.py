@@ -18,7 +18,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from tests.tools.forks import ROOT, Server
-from tests.tools.interpreter_bounds import check_bounds
+from tests.tools.interpreter_bounds import check_bounds, forbid_padding
 from tests.tools.interpreter_speed import speed_up_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -102,7 +102,7 @@ def between_poison(tensor: torch.Tensor) -> torch.Tensor:
         poison = 2 ** (40 if tensor.dtype == torch.int64 else 30)
     padded = torch.full((tensor.shape[0] + 70, *tensor.shape[1:]), poison, dtype=tensor.dtype)
     padded[35:-35] = tensor
-    return padded[35:-35]
+    return forbid_padding(padded[35:-35])
 
 
 class WithNumbersOnly:

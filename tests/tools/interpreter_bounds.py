@@ -6,15 +6,34 @@ has mapped: then one run of many ends with an illegal access.
 
 import numpy as np
 import pytest
+import torch
+
+_PADDED: dict[int, torch.Tensor] = {}
+"""Tensors that `forbid_padding` got in this test, by the address of their memory, which is not used again
+while they are here."""
+
+
+def forbid_padding(inside: torch.Tensor) -> torch.Tensor:
+    """Lets `check_bounds` refuse accesses to what lies around a contiguous tensor in its memory; returns the
+    tensor."""
+    _PADDED[inside.untyped_storage().data_ptr()] = inside
+    return inside
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns address and bytes of a contiguous tensor."""
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def check_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks each access of `tl.load`, `tl.store` and atomics until the end of the test.
 
-    An access may be anywhere in the memory (`untyped_storage`) of any tensor that was passed to the kernel.
-    Call it in the interpreter's process only.
+    An access may be anywhere in the memory (`untyped_storage`) of any tensor that was passed to the kernel,
+    but not in its padding. Call it in the interpreter's process only.
     """
     from triton.runtime import interpreter
+
+    _PADDED.clear()
 
     launched: list[list[tuple[int, int]]] = []
     call = interpreter.GridExecutor.__call__
@@ -64,7 +83,9 @@ def _memory(interpreter, arguments):
             yield from _memory(interpreter, [argument.base])
         elif hasattr(argument, "data_ptr"):
             storage = interpreter._unwrap_tensor(argument).untyped_storage()
-            yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            inside = _PADDED.get(storage.data_ptr())
+            first, size = (storage.data_ptr(), storage.nbytes()) if inside is None else _place(inside)
+            yield first, first + size
 
 
 def _require_inside(places: np.ndarray, size: int, memory: list[tuple[int, int]]) -> None:

@@ -122,10 +122,12 @@ def _write_near(
     key = tl.where(ROWS_FIRST, other, one)
     row = start + tl.minimum(tl.maximum(row, 0), last)
     key = start + tl.minimum(tl.maximum(key, 0), last)
-    seconds = tl.load(next_timestamps + row) - tl.load(timestamps + key)
+    inside = one < length  # an item that is not used has length 0, and its clamped places lie outside
+    seconds = tl.load(next_timestamps + row, mask=inside, other=0)
+    seconds -= tl.load(timestamps + key, mask=inside, other=0)
     bucket = time_bucket(seconds, time_edges, num_buckets)
     pointer = buckets + (start + one) * NEAR_BYTES + DISTANCE * NEAR_SIZE + place
-    tl.store(pointer, bucket.to(tl.uint8), mask=one < length)
+    tl.store(pointer, bucket.to(tl.uint8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["total_len", "num_buckets"])

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from recsys.ops import AttentionMask, RelativeBias, hstu_attention
+from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention
 from tests.ops import harness
 from tests.ops.attention import BIAS, assert_near, large, with_neighbours
 from tests.ops.cases import layout_of, samples
@@ -58,6 +58,19 @@ def test_output_and_gradients_in_the_interpreter(times, shapes, contextual, rows
     """
     given = large(shapes, contextual, DIMS, torch.float16, rows, mask, times=times, heads=rows or 2)
     assert_near(given.with_options(deterministic=deterministic), INTERPRETER, floor=1e-3)
+
+
+@interpreted
+def test_lists_with_tiles_that_nobody_needs(monkeypatch):
+    """Without lengths on the host, lists have as many tiles as there can be, and the last ones are empty."""
+    shapes = [(60, 3), (5, 0)]
+    given = large(shapes, 0, DIMS, torch.float16, 1, heads=1, times="hours")
+    given = given.with_options(deterministic=True)
+    expected = harness.results(given, INTERPRETER)
+    monkeypatch.setattr(SequenceLayout, "host_copy", None)
+    unread = layout_of(samples(0, shapes))
+    computed = harness.results(given.with_options(layout=unread), INTERPRETER)
+    assert all(map(torch.equal, computed, expected))
 
 
 @pytest.fixture
