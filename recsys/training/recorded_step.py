@@ -203,10 +203,10 @@ class Recorder:
         return [p for p in self._model.parameters() if p not in tables and p.requires_grad]
 
     def _give_up(self, error: RuntimeError) -> None:
+        leave_capture()  # fails, and ends the run, if the error has made the device unusable
         reason = str(error).strip().splitlines()[0]
         log.warning("steps are not recorded as CUDA graphs, which would be faster: %s", reason)
         self.record = False
-        leave_capture()
 
     @staticmethod
     def _require_no_waiting(compute: Callable[[], Totals], inputs: list[Tensor]) -> None:
