@@ -142,6 +142,7 @@ VARIANTS = {
         _ordered(dropout=0.3, width=256, lr=2e-3, mixer="delta"),
         _ordered(width=256, lr=2e-3, mixer="delta"),
         _tiger(),
+        _tiger(epochs=40),
         _tiger(dropout=0.3),
         _tiger(dropout=0.3, epochs=200),
         _tiger(dropout=0.3, layers=2, decoder_layers=2),
