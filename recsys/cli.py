@@ -70,7 +70,8 @@ def main(
     *,
     add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
     needs_config: bool = True,
-    config_file: Callable[[argparse.Namespace], Path] | None = None,
+    config_file: Callable[[argparse.Namespace], Path | None] | None = None,
+    takes_config: bool = True,
 ) -> int:
     """Runs a command and returns its exit code; `--help`, `--version` and wrong flags raise SystemExit.
 
@@ -80,10 +81,11 @@ def main(
         argv: the flags; by default the arguments of the process.
         add_flags: adds the command's own flags.
         needs_config: whether a call without a config is an error.
-        config_file: returns the path of a package's resolved config; the files that the config names are not
-            looked up.
+        config_file: returns the path of a package's resolved config, whose files are not looked up; None if
+            the flags name no package.
+        takes_config: False if the command never reads the file of `--config`.
     """
-    parser = _parser(command, run, needs_config, packaged_config=config_file is not None)
+    parser = _parser(command, run, needs_config, packaged_config=not takes_config)
     if add_flags is not None:
         add_flags(parser)
     flags = parser.parse_args(argv)
@@ -189,17 +191,18 @@ def _prepare_and_run(
     run: Callable[[Call], None],
     flags: argparse.Namespace,
     needs_config: bool,
-    config_file: Callable[[argparse.Namespace], Path] | None,
+    config_file: Callable[[argparse.Namespace], Path | None] | None,
 ) -> int:
     path = None
-    if config_file is None:
+    packaged = config_file(flags) if config_file is not None else None
+    if packaged is None:
         path = _config_path(flags, needs_config)
         ready = config.prepare(path, flags.set, imports=flags.imports) if path is not None else None
         folder = flags.run_dir or (Path("runs") / path.stem if path is not None else None)
     else:
         # A package may come from an untrusted source, so its config must not import Python modules.
         ready = config.prepare(
-            config_file(flags), flags.set, read_files=False, imports=flags.imports, follow_imports=False
+            packaged, flags.set, read_files=False, imports=flags.imports, follow_imports=False
         )
         folder = flags.run_dir
     if ready is not None:

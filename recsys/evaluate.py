@@ -1,4 +1,4 @@
-"""`python -m recsys.evaluate`: computes the metrics of a trained model on one split of the data.
+"""`python -m recsys.evaluate`: computes the metrics of a trained model, or of a package, on a split.
 
 `recsys.evaluate(...)` calls the library's function `recsys.api.evaluate`.
 """
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from recsys import cli
 from recsys.callable_module import make_callable
+from recsys.package_flags import add_verify_key, config_to_evaluate, measure_package
 
 
 def run(call: cli.Call) -> None:
-    """Evaluate a trained model on the validation or test rows."""
+    """Evaluate a trained model, or an exported package, on the validation or test rows."""
     # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
     from recsys.data.workers.processes import start_server
@@ -24,21 +25,19 @@ def run(call: cli.Call) -> None:
     from recsys.training.run import evaluate
 
     limit = 1 if call.dry_run else None
+    flags = call.flags
     with process_group() as processes:
-        result = evaluate(
-            call.pipeline,
-            call.run_dir,
-            processes,
-            call.flags.split,
-            call.flags.checkpoint,
-            limit,
-            call.flags.compare,
-        )
+        if flags.package is not None:
+            metrics = measure_package(call, processes, limit)
+        else:
+            chosen = (flags.split, flags.checkpoint, limit, flags.compare)
+            result = evaluate(call.pipeline, call.run_dir, processes, *chosen)
+            metrics = result.metrics
         if processes.is_main:
-            for name, value in result.metrics.items():
-                print(f"{name:<{max(map(len, result.metrics))}}  {value:.5f}")
-            if not call.dry_run:
-                record(result, call.pipeline, call.run_dir, call.flags.split)
+            for name, value in metrics.items():
+                print(f"{name:<{max(map(len, metrics))}}  {value:.5f}")
+            if flags.package is None and not call.dry_run:
+                record(result, call.pipeline, call.run_dir, flags.split)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +46,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--split", choices=["train", "validation", "test"], default="test", help="default: test"
     )
     cli.add_checkpoint(parser)
+    about = "evaluate this package instead; with --run-dir, also compare it with the model of that run"
+    parser.add_argument("--package", metavar="DIR", help=about)
+    add_verify_key(parser)
     comparisons = parser.add_mutually_exclusive_group()
     comparisons.add_argument(
         "--compare-exact",
@@ -66,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("evaluate", run, arguments, add_flags=add_flags)
+    return cli.main("evaluate", run, arguments, add_flags=add_flags, config_file=config_to_evaluate)
 
 
 make_callable(__name__)

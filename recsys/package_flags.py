@@ -12,6 +12,18 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from recsys.inference.eager import EagerPackage
     from recsys.inference.package import Package
+    from recsys.training.distributed import Processes
+
+MAY_CHANGE_IN_EVALUATION = (
+    "data.train",
+    "data.validation",
+    "data.test",
+    "data.bad_rows",
+    "data.item_file",
+    "data.eval_batch_size",
+    "data.num_workers",
+)
+"""Fields of a package's config that an evaluation may change: they say which rows are read, and how."""
 
 log = logging.getLogger("recsys.predict")
 
@@ -44,6 +56,17 @@ def add_verify_key(flags: argparse._ActionsContainer) -> None:
     )
 
 
+def require_changeable(flags: argparse.Namespace, fields: tuple[str, ...]) -> None:
+    """Checks that `--set` changes nothing that was compiled into a package.
+
+    Raises:
+        ConfigError: lists the flags that change other fields than `fields`.
+    """
+    rule = f"fixed by training and export; only {', '.join(fields)} may change"
+    if fixed := [override for override in flags.set if not override.startswith(fields)]:
+        raise ConfigError([f"--set {override}: {rule}" for override in fixed])
+
+
 def load_to_predict(call: cli.Call) -> "Package | EagerPackage":
     """Loads what `recsys.predict` runs: a package or, with `--checkpoint`, the model of a run."""
     flags = call.flags
@@ -51,19 +74,59 @@ def load_to_predict(call: cli.Call) -> "Package | EagerPackage":
         from recsys.inference.package import Package
 
         return Package(package_folder(flags), verify_key=flags.verify_key)
-    import torch
+    from recsys.inference.eager import load_eager
 
-    from recsys.inference.eager import EagerPackage
-    from recsys.training import checkpoint
-    from recsys.training.resume import require_same_model
-    from recsys.training.session import CHECKPOINTS
-    from recsys.training.stored_table import load_model
+    loaded = load_eager(call.run_dir, flags.checkpoint, call.pipeline)
+    log.info("predicting with %s, which is not compiled", loaded.folder)
+    return loaded
 
-    path = checkpoint.find(call.run_dir / CHECKPOINTS, flags.checkpoint)
-    require_same_model(checkpoint.read_state(path), call.pipeline, path)
-    log.info("predicting with %s, which is not compiled", path)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return EagerPackage(load_model(path, call.pipeline).model.to(device), path)
+
+def measure_package(call: cli.Call, processes: "Processes", limit: int | None) -> dict[str, float]:
+    """Computes the metrics of the package that `--package` names. Collective.
+
+    With `--run-dir`, it also logs how far the package's answers are from those of the evaluated model.
+
+    Args:
+        limit: the most batches that each rank reads; None reads all.
+    """
+    from recsys.evaluation.protocol import describe, protocol
+    from recsys.inference.eager import load_eager
+    from recsys.inference.package import Package
+    from recsys.inference.package_evaluation import evaluate_package
+
+    flags, reference = call.flags, None
+    require_changeable(flags, MAY_CHANGE_IN_EVALUATION)
+    package = Package(package_folder(flags), verify_key=flags.verify_key)
+    most, rows = package.description.max_batch_size, call.pipeline.data.eval_batch_size
+    if rows > most:
+        raise ConfigError(
+            f"data.eval_batch_size: {rows} is more than the {most} rows that the package accepts "
+            f"(export.max_batch_size); give --set data.eval_batch_size={most}"
+        )
+    step = package.description.step
+    if flags.run_dir is not None:
+        reference = load_eager(call.run_dir, str(step), package.pipeline)
+    result = evaluate_package(package, call.pipeline, flags.split, processes, limit, reference)
+    if processes.is_main:
+        if settings := protocol(call.pipeline):
+            log.info("protocol: %s", describe(settings))
+        log.info("%s (step %d) on %s rows", package.folder, step, flags.split)
+        if result.difference is not None:
+            log.info("largest difference from the evaluated model: %.1e", result.difference)
+    return result.metrics
+
+
+def config_to_evaluate(flags: argparse.Namespace) -> Path | None:
+    """Returns the config of the package that `--package` names; None if a run is to be evaluated."""
+    if flags.package is None:
+        if flags.verify_key is not None:
+            raise ConfigError("--verify-key: it is for a package; name one in --package")
+        return None
+    if flags.compare is not None:
+        raise ConfigError(f"--compare-{flags.compare}: it needs the model of a run; leave --package out")
+    if flags.checkpoint != "best":
+        raise ConfigError("--checkpoint: a package has the weights of one state; leave --package or this out")
+    return packaged_config(flags)
 
 
 def config_to_predict(flags: argparse.Namespace) -> Path:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recsys import cli
-from recsys.errors import ConfigError
-from recsys.package_flags import add_verify_key, config_to_predict, load_to_predict
+from recsys.package_flags import add_verify_key, config_to_predict, load_to_predict, require_changeable
 
 MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
 """Fields of a package's config that `--set` may change; all other fields were compiled in."""
@@ -22,10 +21,7 @@ log = logging.getLogger("recsys.predict")
 
 def run(call: cli.Call) -> None:
     """Score candidates, or recommend items, with an exported package or a checkpoint."""
-    fixed = [override for override in call.flags.set if not override.startswith(MAY_CHANGE)]
-    if fixed:
-        rule = f"fixed by training and export; only {', '.join(MAY_CHANGE)} may change"
-        raise ConfigError([f"--set {override}: {rule}" for override in fixed])
+    require_changeable(call.flags, MAY_CHANGE)
     # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
@@ -68,7 +64,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("predict", run, arguments, add_flags=_add_flags, config_file=config_to_predict)
+    return cli.main(
+        "predict", run, arguments, add_flags=_add_flags, config_file=config_to_predict, takes_config=False
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def run(call: cli.Call) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("serve", run, arguments, add_flags=add_flags, config_file=first_config)
+    return cli.main(
+        "serve", run, arguments, add_flags=add_flags, config_file=first_config, takes_config=False
+    )
 
 
 if __name__ == "__main__":

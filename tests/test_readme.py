@@ -63,6 +63,9 @@ NOT_RUN = {
     "recsys evaluate --run-dir runs/quickstart": "the quickstart runs it",
     "recsys evaluate --run-dir runs/clicks --split validation": "tests/integration/test_commands.py",
     "recsys evaluate --run-dir runs/clicks --checkpoint newest": "tests/integration/test_commands.py",
+    "recsys evaluate --package runs/clicks/export --run-dir runs/clicks": "tests/integration/"
+    "test_evaluate_package.py",
+    "recsys evaluate --package runs/clicks/export": "the same",
     "python scripts/bench_scaling.py": "tests/scripts/test_bench_scaling.py, with a small model",
     "python scripts/cost_model.py --config scripts/bench_scaling.config "
     "--set 'features[1].id.hash.num_buckets=1000000000' --gpus 8 64 256 1000 "

@@ -20,6 +20,10 @@ from recsys.scoring.cached_signature import CacheSpec
 from recsys.scoring.prefill import CachedModel, keeps_cache
 from recsys.scoring.recorded import RecordedScoring
 from recsys.scoring.signature import ScoringGraph, inputs_of
+from recsys.training import checkpoint
+from recsys.training.resume import require_same_model
+from recsys.training.session import CHECKPOINTS
+from recsys.training.stored_table import load_model
 
 
 class EagerDescription(NamedTuple):
@@ -120,6 +124,24 @@ class EagerPackage:
         if self._cached is None:
             raise ValueError("the model scores without a cache")
         return self._cached
+
+
+def load_eager(run_dir: Path, which: str, pipeline: pb.Pipeline) -> EagerPackage:
+    """Loads a state of a run on the GPU, if there is one.
+
+    Args:
+        run_dir: the run folder.
+        which: "best", "newest" or the number of a step.
+        pipeline: the resolved config.
+
+    Raises:
+        ConfigError, DataError: the config's features, model or vocabularies are not those of the run.
+        RecsysError: there is no such state, or it is damaged.
+    """
+    path = checkpoint.find(run_dir / CHECKPOINTS, which)
+    require_same_model(checkpoint.read_state(path), pipeline, path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return EagerPackage(load_model(path, pipeline).model.to(device), path)
 
 
 def _empty_batch(pipeline: pb.Pipeline) -> Batch:

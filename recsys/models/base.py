@@ -5,7 +5,7 @@ traces it. Both call `build_model` and the methods below and never ask for the c
 are needed before a model is built are in its declaration (`config.declarations`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from recsys import protos as pb
 from recsys.config import registry
 from recsys.config.declarations import mixer_of
 from recsys.data.batch import Batch, LayoutRule
+from recsys.errors import RecsysError
 from recsys.modules.embedding import EmbeddingGroup
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.outside_tables import LookUp
@@ -152,6 +153,23 @@ class Model(nn.Module):
     def metric_rows(self, outputs: Any, batch: Batch) -> MetricRows:
         """Returns the arguments for updating `metrics()`, with an entry for each candidate of the batch."""
         raise NotImplementedError
+
+    def answer_rows(self, answer: Sequence[Tensor], items: Tensor | None, batch: Batch) -> MetricRows:
+        """Returns `metric_rows` for an answer of `score`, which is all that an exported package gives.
+
+        Args:
+            answer: the tensor or the two tensors that `score` returns for the batch; another program may have
+                computed them.
+            items: `item_vectors` of the whole catalogue, if the model searches items; else None.
+            batch: the batch, as it was read for evaluation.
+
+        Raises:
+            RecsysError: the model does not implement it.
+        """
+        raise RecsysError(
+            f"{type(self).__name__} does not say how to measure the answers of its packages (its method "
+            "`answer_rows`): evaluate the run with --run-dir instead"
+        )
 
     def update_metrics(self, metrics: Mapping[str, Metric], outputs: Any, batch: Batch) -> None:
         """Adds the model's outputs for a batch to `metrics()`."""

@@ -12,6 +12,7 @@ state of a position then: an event that is to be predicted has an encoding of it
 it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -164,7 +165,17 @@ class CodeGenerator(NextItemModel):
                 return rank_scores(self._mixed(self._scores(histories), self.id_weight), targets, batch)
             if self.beam_size is None:
                 return self.decode.ranks(histories, targets, batch)
-            items = self._find(histories, batch).items
+            return self._ranks_found(self._find(histories, batch).items, batch)
+
+    def answer_ranks(self, answer: Sequence[Tensor], items: Tensor | None, batch: Batch) -> Tensor:
+        """Returns `ranks` for scores of all items, [B, V], or for the items that a beam search has found."""
+        if self.beam_size is None:
+            return rank_scores(answer[0], batch.ids[self.candidates].values(), batch)
+        return self._ranks_found(answer[1], batch)
+
+    def _ranks_found(self, items: Tensor, batch: Batch) -> Tensor:
+        """Ranks the candidates among found items, [B, K] rows of the item table less 1, best first."""
+        targets = batch.ids[self.candidates].values()
         hit = items[rows_of(batch.num_candidates, len(targets))] == targets[:, None] - 1
         is_hit = hit.any(1) & (targets > 0) & ~batch.repeated
         return torch.where(is_hit, 1 + hit.int().argmax(1), len(self.codes))

@@ -1,6 +1,7 @@
 """`NextItemModel`: the base of models that rank all items of a catalogue as candidates for the next one."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ class NextItemModel(Model):
     def ranks(self, outputs: Any, batch: Batch) -> Tensor:
         """Returns the rank of each candidate in the catalogue, int64 [N]; 1 is the best."""
 
+    @abstractmethod
+    def answer_ranks(self, answer: Sequence[Tensor], items: Tensor | None, batch: Batch) -> Tensor:
+        """Returns `ranks` for an answer of `score`; see `Model.answer_rows`."""
+
     def metrics(self) -> dict[str, Metric]:
         """Builds the metrics, by their names."""
         chosen = [pick(choice) for choice in self.metric_choices]
@@ -39,7 +44,13 @@ class NextItemModel(Model):
 
     def metric_rows(self, outputs: Any, batch: Batch) -> MetricRows:
         """Returns rank and weight of each candidate."""
-        ranks = self.ranks(outputs, batch)
+        return self._weighted(self.ranks(outputs, batch), batch)
+
+    def answer_rows(self, answer: Sequence[Tensor], items: Tensor | None, batch: Batch) -> MetricRows:
+        """Returns rank and weight of each candidate for an answer of `score`."""
+        return self._weighted(self.answer_ranks(answer, items, batch), batch)
+
+    def _weighted(self, ranks: Tensor, batch: Batch) -> MetricRows:
         weights = torch.repeat_interleave(
             batch.sample_weight, batch.num_candidates, output_size=ranks.shape[0]
         )

@@ -4,6 +4,8 @@ Contextual tokens, history and candidates form one sequence. The mixer lets each
 and the head combines the candidate's mixed token with its content before mixing. Source: arXiv 2402.17152.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -75,6 +77,12 @@ class Ranker(Model):
     def metric_rows(self, outputs: TaskOutputs, batch: Batch) -> MetricRows:
         """Returns predictions, labels, weights and groups of the candidates, for each task."""
         return task_rows(outputs, batch, self.tasks)
+
+    def answer_rows(self, answer: Sequence[Tensor], items: Tensor | None, batch: Batch) -> MetricRows:
+        """Returns the rows of `metric_rows` for predictions [N, tasks], as `score` returns them."""
+        (scores,) = answer
+        predictions = dict(zip([task.name for task in self.tasks], scores.unbind(1), strict=True))
+        return task_rows(TaskOutputs(scores[:, :0], predictions), batch, self.tasks)
 
     @property
     def probabilities(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ With an item encoder this is a two-tower model: the user tower encodes the histo
 and the item encoder is the item tower. Without an encoder, the vector of an item is its embedding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -162,9 +163,15 @@ class Retriever(NextItemModel):
         Ties count against the model. Seen items of a row (`batch.seen`) are removed for it. A removed or
         unknown candidate cannot be found, so its rank is V + 1.
         """
+        queries = last_of_each(outputs.queries, batch.uih_lengths)
+        return self.answer_ranks((queries,), outputs.items, batch)
+
+    def answer_ranks(self, answer: Sequence[Tensor], items: Tensor | None, batch: Batch) -> Tensor:
+        """Returns `ranks` for a query for each row, [B, E], and the vectors of all items, [V, E]."""
+        (queries,) = answer
         return rank_targets(
-            last_of_each(outputs.queries, batch.uih_lengths),
-            outputs.items,
+            queries,
+            items,
             targets=batch.ids[self.candidates].values(),
             num_targets=batch.num_candidates,
             removed=batch.seen,

@@ -34,12 +34,14 @@ def test_commands_want_the_signature_that_they_are_told(package, ranker, tmp_pat
     _, theirs = keys(tmp_path, "theirs")
     predict = ("predict", "--package", package, "--input", ranker.rows, "--dry-run", "--verify-key")
     serve = ("serve", "--package", package, "--port", 0, "--dry-run", "--verify-key")
-    for flags in (predict, serve):
+    evaluate = ("evaluate", "--package", package, "--verify-key")
+    for flags in (predict, serve, evaluate):
         assert "it is not signed" in command(*flags, public, code=1)
     sign(package, private)
     for flags, answered in ((predict, "the package answers its golden rows"), (serve, "would listen")):
         assert answered in command(*flags, public)
         assert "its signature is not by the key" in command(*flags, theirs, code=1)
+    assert "its signature is not by the key" in command(*evaluate, theirs, code=1)
     assert recsys.load(package, verify_key=public).package is not None
     with pytest.raises(PackageError, match="its signature is not by the key"):
         recsys.load(package, verify_key=theirs)

@@ -13,6 +13,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
 from recsys import protos as pb
 from recsys.config import registry
+from recsys.config.declarations import model_of
 from recsys.models import build_model, layout_rule
 from recsys.training.recorded_step import TotalsOfVectors
 from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, generator_pipeline, pipeline_of, random_rows
@@ -115,3 +116,21 @@ def test_metrics_start_empty_and_apart(pipeline):
     assert first.keys() == second.keys()
     assert all(torch.isnan(metric.compute()) for metric in second.values())
     assert any(torch.isfinite(metric.compute()) for metric in first.values())
+
+
+def test_an_answer_is_measured_like_outputs(pipeline):
+    """A package gives answers of `score`, from which the same metrics follow."""
+    torch.manual_seed(0)
+    model = build_model(pipeline).eval()
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    with torch.no_grad():
+        items = None if model_of(pipeline).item_feature is None else model.item_vectors(batch)
+        actual, expected = (
+            model.answer_rows((model.score(batch),), items, batch),
+            model.metric_rows(model(batch), batch),
+        )
+    assert actual.keys() == expected.keys()
+    for name, rows in expected.items():
+        assert len(rows[0]) == 10 and len(set(rows[0].tolist())) > 3
+        for ours, theirs in zip(actual[name], rows, strict=True):
+            torch.testing.assert_close(ours, theirs)
