@@ -23,9 +23,10 @@ train() {
         --set 'train.evaluation={}' --set data.num_workers=0 >"$RUNS/$name.train.log" 2>&1
 }
 
-# Evaluates the run in both precisions, or makes and evaluates a package.
+# Evaluates the run in both precisions, or makes and evaluates a package. The tolerance of a run is that of its precision, so
+# it is cleared for another one.
 measure() {
-    local name="$1" kind="$2" run="$RUNS/$1" package="$RUNS/$1-$2" sets=(--set model.precision=FP32)
+    local name="$1" kind="$2" run="$RUNS/$1" package="$RUNS/$1-$2" sets=(--set model.precision=FP32 --set export.parity_tolerance=)
     case "$kind" in
     run)
         for precision in FP32 BF16; do
@@ -34,7 +35,7 @@ measure() {
         done
         return
         ;;
-    BF16) sets=(--set model.precision=BF16) ;;
+    BF16) sets[1]=model.precision=BF16 ;;
     INT*) sets+=(--set "export.tables={memory_map_above_bytes: 0 dtype: $kind}") ;;
     esac
     python -m recsys.export --run-dir "$run" --output "$package" "${sets[@]}" >"$RUNS/$name.$kind.export.log" 2>&1

@@ -308,9 +308,9 @@ def test_ranks_of_a_beam_are_exact_as_far_as_it_reaches(model, pipeline):
     assert torch.equal(wide.ranks(wide(batch), batch), exact)
     narrow = with_beam(model, pipeline, 3)
     ranks = narrow.ranks(narrow(batch), batch)
-    found = narrow.score(batch)
-    best = found.items
-    assert torch.equal(narrow.answer_ranks((found.scores, best), None, batch), ranks)
+    answer = narrow.score(batch)
+    best = answer.items
+    assert torch.equal(narrow.answer_ranks((answer.scores, best), None, batch), ranks)
     targets = [(row, item) for row, n in enumerate(batch.num_candidates.tolist()) for item in range(n)]
     items = batch.ids["candidate_item_id"].values().tolist()
     for (row, _), item, rank in zip(targets, items, ranks.tolist(), strict=True):
