@@ -146,6 +146,8 @@ def test_the_config_of_a_package_is_read_without_its_files(folder, calls, run):
     assert not (folder / "log.txt").exists()
     assert cli.main("predict", run, ["--run-dir", "there"], config_file=where) == 0
     assert calls[1].run_dir.as_posix() == "there"
+    assert cli.main("evaluate", run, ["--config", "x.config"], config_file=lambda flags: None) == 0
+    assert calls[2].run_dir.as_posix() == "runs/x"
 
 
 def test_a_command_with_its_own_config_offers_none(folder, run, capsys):
@@ -155,7 +157,9 @@ def test_a_command_with_its_own_config_offers_none(folder, run, capsys):
         return " ".join(capsys.readouterr().out.split())
 
     assert "--config FILE" in help_of() and "default: runs/<name of the config>" in help_of()
-    shown = help_of(config_file=lambda flags: folder / "x.config")
+    # A command such as `evaluate` reads the config of a package, or else the one that the flags name.
+    assert "--config FILE" in help_of(config_file=lambda flags: None)
+    shown = help_of(config_file=lambda flags: folder / "x.config", takes_config=False)
     assert "--config" not in shown and "<name of the config>" not in shown
     assert "--run-dir DIR" in shown
 
