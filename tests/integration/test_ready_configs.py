@@ -44,10 +44,12 @@ SHORT = (
 ONE_LAYER = ("model.retriever.mixer.hstu.num_layers=1",)
 SHALLOW = {
     "amazon_beauty_hstu.config": ONE_LAYER,
+    "amazon_beauty_hybrid.config": ("model.generator.mixer.linear.num_layers=1",),
     "amazon_beauty_linear.config": ("model.retriever.mixer.linear.num_layers=1",),
     "amazon_beauty_sasrec.config": ("model.retriever.mixer.sasrec.num_layers=1",),
     "ml_1m_hstu.config": ONE_LAYER,
     "ml_1m_hstu_large.config": ONE_LAYER,
+    "ml_1m_hybrid.config": ("model.generator.mixer.hstu.num_layers=1",),
     "ml_1m_ranking.config": tuple(
         f"model.ranker.mixer.hstu.layer_groups[{group}].num_layers=1" for group in (0, 1)
     ),
@@ -88,12 +90,14 @@ def bundled(name: str) -> Callable[[Path], Path]:
 
 DATA = {
     "amazon_beauty_hstu.config": bundled("movielens"),
+    "amazon_beauty_hybrid.config": bundled("movielens"),
     "amazon_beauty_linear.config": bundled("movielens"),
     "amazon_beauty_sasrec.config": bundled("movielens"),
     "kuairand_ranking.config": kuairand,
     "kuairand_ultra_hstu.config": kuairand,
     "ml_1m_hstu.config": bundled("movielens"),
     "ml_1m_hstu_large.config": bundled("movielens"),
+    "ml_1m_hybrid.config": bundled("movielens"),
     "ml_1m_ranking.config": movielens_ranking,
     "ml_1m_sasrec.config": bundled("movielens"),
     "movielens_small_generator.config": bundled("movielens"),
@@ -122,9 +126,9 @@ def trained(request, tmp_path_factory) -> Trained:
         path = folder / f"{split}.parquet"
         pq.write_table(pq.read_table(data / f"{split}.parquet").slice(0, count), path)
         overrides.append(f'data.{split}={{parquet {{paths: "{path}"}}}}')
-    if any(name in request.param for name in ("generator", "parallel")):
-        overrides.append(f'model.generator.bundle="{movielens_codes(folder / "bundle")}"')
     path = Path("configs") / request.param
+    if config.read(path).pipeline.model.HasField("generator"):
+        overrides.append(f'model.generator.bundle="{movielens_codes(folder / "bundle")}"')
     flags = ["--config", str(path), "--run-dir", str(folder / "run")]
     for override in overrides:
         flags += ["--set", override]
