@@ -1,9 +1,9 @@
 """Draws the initial values of large embedding tables block by block, so that no process needs a whole table.
 
 A block of rows has a random stream of its own, which follows from the seed, the table's name and the block's
-number. A row therefore starts with the same values on any number of ranks, however the table is divided, and
-in a model that is not sharded. Tables of up to `DRAWN_WHOLE` numbers are drawn by torch's generator instead,
-together with the other weights.
+number. A row therefore starts with the same values on any number of ranks and however the table is divided.
+Parts on a GPU are drawn there, in a fraction of the time, so their values are not those that a CPU draws.
+Tables of up to `DRAWN_WHOLE` numbers are drawn by torch's generator instead, together with the other weights.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class BlockNormal:
             self.fill(weight)
 
     def fill(self, part: Tensor, first_row: int = 0, first_column: int = 0) -> None:
-        """Fills a part of the table; as many threads draw blocks as the process has cores.
+        """Fills a part of the table. On a CPU, as many threads draw blocks as the process has cores.
 
         Args:
             part: [rows, columns] of any floating-point type, on any device.
@@ -54,25 +54,33 @@ class BlockNormal:
         if not part.numel():
             return
         blocks = range(first_row // BLOCK_ROWS, -(-(first_row + rows) // BLOCK_ROWS))
+        draw = self._block_on_a_gpu if part.is_cuda else self._block
+        chosen = slice(first_column, first_column + columns)
 
         def fill_block(block: int) -> None:
             start = max(first_row, block * BLOCK_ROWS)
             end = min(first_row + rows, (block + 1) * BLOCK_ROWS)
-            drawn = self._block(block)[start - block * BLOCK_ROWS : end - block * BLOCK_ROWS]
-            drawn = torch.from_numpy(drawn[:, first_column : first_column + columns])
+            drawn = draw(block, part.device)[start - block * BLOCK_ROWS : end - block * BLOCK_ROWS]
             with torch.no_grad():
-                part[start - first_row : end - first_row].copy_(drawn)
+                part[start - first_row : end - first_row].copy_(drawn[:, chosen])
 
-        with ThreadPoolExecutor(_cores()) as threads:
+        with ThreadPoolExecutor(1 if part.is_cuda else _cores()) as threads:
             list(threads.map(fill_block, blocks))
 
-    def _block(self, number: int) -> np.ndarray:
-        """Returns the values of a whole block, float32 [BLOCK_ROWS, width]."""
+    def _block(self, number: int, device: torch.device) -> Tensor:
+        """Returns the values of a whole block on the CPU, float32 [BLOCK_ROWS, width]."""
         name = int.from_bytes(hashlib.sha256(self.table.encode()).digest()[:8])
         key = np.array([self.seed % 2**64, name], dtype=np.uint64)
         stream = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, number]))
         drawn = stream.standard_normal((BLOCK_ROWS, self.width), dtype=np.float32)
-        return drawn * np.float32(self.std)
+        return torch.from_numpy(drawn * np.float32(self.std))
+
+    def _block_on_a_gpu(self, number: int, device: torch.device) -> Tensor:
+        """Returns the values of a whole block on a GPU, float32 [BLOCK_ROWS, width]."""
+        name = f"{self.seed} {number} {self.table}"
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 2**63
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randn(BLOCK_ROWS, self.width, generator=generator, device=device).mul_(self.std)
 
 
 def _cores() -> int:

@@ -15,23 +15,61 @@ ROWS = 2 * BLOCK_ROWS + 100
 VALUES = BlockNormal("item", 8, 0.5, seed=3)
 
 
-@pytest.fixture(scope="module")
-def whole() -> torch.Tensor:
-    table = torch.empty(ROWS, 8)
+def drawn(device: str) -> torch.Tensor:
+    table = torch.empty(ROWS, 8, device=device)
     VALUES(table)
     return table
 
 
-def test_a_part_has_the_values_of_the_whole_table(whole):
+@pytest.fixture(scope="module")
+def whole() -> torch.Tensor:
+    return drawn("cpu")
+
+
+def check_parts(whole: torch.Tensor) -> None:
     for rows in (1, 2, 3, 7):
         block = -(-ROWS // rows)
         for first in range(0, ROWS, block):
-            part = torch.empty(min(block, ROWS - first), 8)
+            part = torch.empty(min(block, ROWS - first), 8, device=whole.device)
             VALUES.fill(part, first)
             assert torch.equal(part, whole[first : first + block])
-    columns = torch.empty(ROWS, 4)
+    columns = torch.empty(ROWS, 4, device=whole.device)
     VALUES.fill(columns, 0, 4)
     assert torch.equal(columns, whole[:, 4:])
+
+
+def check_values(whole: torch.Tensor) -> None:
+    # 66,000 draws: the standard deviation is known to 0.3 %.
+    assert whole.std().item() == pytest.approx(0.5, rel=0.01)
+    assert abs(whole.mean().item()) < 0.01
+    assert not torch.equal(whole[:BLOCK_ROWS], whole[BLOCK_ROWS : 2 * BLOCK_ROWS])
+    for changed in (BlockNormal("item", 8, 0.5, seed=4), BlockNormal("user", 8, 0.5, seed=3)):
+        part = torch.empty(10, 8, device=whole.device)
+        changed.fill(part)
+        assert not torch.equal(part, whole[:10])
+
+
+def test_a_part_has_the_values_of_the_whole_table(whole):
+    check_parts(whole)
+
+
+def test_values_are_normal_and_differ_between_blocks_seeds_and_tables(whole):
+    check_values(whole)
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_what_it_needs_itself(whole):
+    on_gpu = drawn("cuda")
+    check_parts(on_gpu)
+    check_values(on_gpu)
+
+
+def test_a_gpu_would_draw_normal_blocks_that_differ(monkeypatch):
+    """By its method, run on the CPU."""
+    monkeypatch.setattr(BlockNormal, "_block", BlockNormal._block_on_a_gpu)
+    as_on_gpu = drawn("cpu")
+    check_parts(as_on_gpu)
+    check_values(as_on_gpu)
 
 
 def test_a_block_is_a_philox_stream_of_seed_table_and_number(whole):
@@ -39,17 +77,6 @@ def test_a_block_is_a_philox_stream_of_seed_table_and_number(whole):
     stream = np.random.Philox(key=np.array([3, name], np.uint64)).advance(2 * 2**192)
     drawn = np.random.Generator(stream).standard_normal((100, 8), dtype=np.float32)
     np.testing.assert_array_equal(whole[2 * BLOCK_ROWS :].numpy(), drawn / 2)
-
-
-def test_values_are_normal_and_differ_between_blocks_seeds_and_tables(whole):
-    # 66,000 draws: the standard deviation is known to 0.3 %.
-    assert whole.std().item() == pytest.approx(0.5, rel=0.01)
-    assert abs(whole.mean().item()) < 0.01
-    assert not torch.equal(whole[:BLOCK_ROWS], whole[BLOCK_ROWS : 2 * BLOCK_ROWS])
-    for changed in (BlockNormal("item", 8, 0.5, seed=4), BlockNormal("user", 8, 0.5, seed=3)):
-        part = torch.empty(10, 8)
-        changed.fill(part)
-        assert not torch.equal(part, whole[:10])
 
 
 def test_a_large_table_has_no_memory_until_it_is_materialized(monkeypatch):
