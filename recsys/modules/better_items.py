@@ -22,6 +22,10 @@ AT_A_TIME = {"cpu": 2048, "cuda": 131_072}
 """Paths that the decoder continues at once, by device: few enough for the cache of a CPU, where this was
 measured, and for the memory of a GPU."""
 
+MOST_CHILDREN = 2**21
+"""Children that paths may have in all to be continued at once, or a single path has more. Each that may be as
+good as its target keeps its keys and values."""
+
 
 class Pairs(NamedTuple):
     """Pairs of a target and an item, int64 [P] each."""
@@ -97,7 +101,10 @@ class _Search(NamedTuple):
 
     def leaves(self, level: int, paths: _Paths) -> Iterator[_Paths]:
         """Yields the paths to items below the given prefixes of depth `level`, part by part."""
-        at_a_time = AT_A_TIME[paths.node.device.type]
+        first = self.trie.first(level)
+        children = int((first[paths.node + 1] - first[paths.node]).sum())
+        few_enough = MOST_CHILDREN * len(paths.node) // max(1, children)
+        at_a_time = max(1, min(AT_A_TIME[paths.node.device.type], few_enough))
         for start in range(0, len(paths.node), at_a_time):
             children = self._continued(level, paths.part(slice(start, start + at_a_time)))
             if level + 1 < self.trie.levels:

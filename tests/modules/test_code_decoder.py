@@ -171,9 +171,19 @@ def test_of_equal_scores_the_first_in_the_order_of_codes_is_found():
     assert [tuple(codes[item]) for item in best.items[0]] == sorted(map(tuple, codes.tolist()))[:7]
 
 
-@pytest.mark.parametrize("at_a_time", [3, 2048])
-def test_items_that_score_no_less_than_a_target_are_those_of_all_scores(monkeypatch, at_a_time):
+@pytest.mark.parametrize(("at_a_time", "most_children"), [(3, 2**21), (2048, 2**21), (2048, 12), (2048, 1)])
+def test_items_that_score_no_less_than_a_target_are_those_of_all_scores(
+    monkeypatch, at_a_time, most_children
+):
     monkeypatch.setitem(better_items_module.AT_A_TIME, "cpu", at_a_time)
+    monkeypatch.setattr(better_items_module, "MOST_CHILDREN", most_children)
+    widths, logits = [], better_items_module._Search._logits
+
+    def seen(search, level, paths):
+        widths.append(len(paths.node))
+        return logits(search, level, paths)
+
+    monkeypatch.setattr(better_items_module._Search, "_logits", seen)
     made, codes = decoder(), some_codes()
     states, targets = torch.randn(9, WIDTH, dtype=torch.float64), torch.arange(9) * 6
     with torch.no_grad():
@@ -184,6 +194,8 @@ def test_items_that_score_no_less_than_a_target_are_those_of_all_scores(monkeypa
     }
     assert set(zip(pairs.target.tolist(), pairs.item.tolist(), strict=True)) == expected
     assert len(pairs.item) == len(expected)
+    # The trie has more than one child a node on each level, so few children mean fewer paths.
+    assert max(widths) <= min(at_a_time, most_children)
 
 
 def test_a_target_is_found_however_its_score_is_rounded(monkeypatch):
