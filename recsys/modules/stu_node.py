@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recsys.modules.precision import product_dtype
 from recsys.ops import AttentionMask, GradientBuffer
-from recsys.ops.attention_args import AttentionFacts, check_number
+from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.gated_norm import OP as GATE
 from recsys.ops.gated_norm import GateFacts, GateOptions, new_seed
 from recsys.ops.hstu_attention import OP as ATTENTION
@@ -26,6 +26,7 @@ from recsys.ops.jagged import GatherFacts
 from recsys.ops.norm_linear import OP as NORM_LINEAR
 from recsys.ops.norm_linear import NormLinearFacts, NormLinearOptions
 from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.arguments import check_number
 from recsys.ops.runtime.dispatch import Op
 from recsys.ops.runtime.saved_function import SavedCalls
 

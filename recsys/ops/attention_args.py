@@ -3,7 +3,6 @@ backend."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime.arguments import kind_of
 
 MAX_SAMPLES = 65_535
 """The most samples that a launch of FlashAttention takes."""
@@ -104,8 +104,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            actual = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating point tensor, got {actual}")
+            raise TypeError(f"{name} must be a floating point tensor, got {kind_of(tensor)}")
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape [total_len, heads, dim], got {tuple(tensor.shape)}")
         if tensor.dtype != q.dtype:
@@ -212,16 +211,3 @@ def check_bias(bias: RelativeBias, q: Tensor) -> None:
                 raise ValueError(f"bias.{name} has {tensor.shape[0]} rows, q has {q.shape[1]} heads")
         elif tensor.shape[0] != q.shape[0]:
             raise ValueError(f"bias.{name} has {tensor.shape[0]} entries, q has {q.shape[0]} rows")
-
-
-def check_number(name: str, value: float, *, positive: bool = False) -> None:
-    """Checks for a finite int or float (not a bool, not a tensor), above 0 if `positive`.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    # A compiler can trace comparisons if a number is an attribute of a module.
-    if not -math.inf < value < math.inf or (positive and value <= 0):
-        raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recsys.ops import SequenceLayout, last_backend
+from recsys.ops import SequenceLayout, explain, last_backend
+from recsys.ops.runtime.dispatch import Op
 from tests.tools.interpreter import INTERPRETED, between_poison, interpreted, run_interpreted, starts_it
 
 GUARD = 777.0
@@ -367,6 +369,12 @@ def opcheck(op: Any, arguments: tuple[Any, ...], *, differentiable: bool = False
     """
     checks = ["test_schema", "test_faketensor", *(["test_autograd_registration"] * differentiable)]
     torch.library.opcheck(op, arguments, test_utils=checks)
+
+
+def facts_of(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the facts by which an op chooses a backend for a call."""
+    with unittest.mock.patch.object(Op, "explain", lambda self, facts: facts):
+        return explain(op, *args, **kwargs)
 
 
 def refused(

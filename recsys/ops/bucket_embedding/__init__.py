@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recsys.ops.attention_args import check_number
+from recsys.ops.runtime.arguments import check_number
 from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "bucket_embedding"]
@@ -53,13 +53,11 @@ def bucket_embedding(
     Raises:
         TypeError, ValueError: naming the argument. IndexError: a bucket lies outside its table, on a CPU.
     """
-    facts = _facts(x, tables, buckets, scale=scale)
+    facts = _facts(x, tables, buckets, scale)
     return OP.select(facts, backend).run(x, list(tables), list(buckets), float(scale))
 
 
-def _facts(
-    x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], *, scale: float = 1.0
-) -> BucketFacts:
+def _facts(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> BucketFacts:
     """Validates the arguments for all backends and returns their static facts."""
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
@@ -89,4 +87,4 @@ def _facts(
     return BucketFacts(x.device.type, (x.dtype, *(table.dtype for table in tables)))
 
 
-OP = Op("bucket_embedding", __name__, backends=("triton", "reference"), facts=_facts)
+OP = Op("bucket_embedding", __name__, backends=("triton", "reference"))

@@ -7,13 +7,6 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
-
-
-def supports(facts: object) -> Support:
-    """Supports every call."""
-    return SUPPORTED
-
 
 def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
     """Runs `recsys.ops.bucket_embedding`; the arguments have been validated."""

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.attention_args import check_number
+from recsys.ops.runtime.arguments import check_float, check_number, kind_of
 from recsys.ops.runtime.dispatch import Op
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
@@ -91,26 +91,15 @@ def gated_norm(
 
     Source: the STU layer of Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
     """
-    facts = _facts(
-        attended,
-        u,
-        weight,
-        bias,
-        num_groups=num_groups,
-        eps=eps,
-        gate=gate,
-        dropout=dropout,
-        seed=seed,
-        silu=silu,
-        grad_buffer=grad_buffer,
-    )
+    if gate not in GATES:
+        raise ValueError(f"gate must be one of {', '.join(GATES)}, got {gate!r}")
+    options = GateOptions(num_groups, eps, gate == "concat", dropout, silu)
+    chosen = OP.select(_facts(GateInputs(attended, u, weight, bias, seed), options), backend)
     if dropout == 0:
         seed = None
     elif seed is None:
         seed = new_seed(attended.device)
-    options = GateOptions(num_groups, eps, gate == "concat", dropout, silu)
-    inputs = GateInputs(attended, u, weight, bias, seed)
-    return OP.select(facts, backend).run(inputs, grad_buffer, options)
+    return chosen.run(GateInputs(attended, u, weight, bias, seed), grad_buffer, options)
 
 
 def new_seed(device: torch.device) -> Tensor:
@@ -118,27 +107,11 @@ def new_seed(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (1,), device=device)
 
 
-def _facts(
-    attended: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    num_groups: int = 1,
-    eps: float = 1e-6,
-    gate: str = "concat",
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    silu: bool = False,
-    grad_buffer: GradientBuffer | None = None,
-) -> GateFacts:
+def _facts(inputs: GateInputs, options: GateOptions) -> GateFacts:
     """Validates the arguments for all backends and returns their static facts."""
+    attended, u, weight, bias, seed = inputs
     for name, tensor in (("attended", attended), ("u", u), ("weight", weight), ("bias", bias)):
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            actual = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating point tensor, got {actual}")
-        if tensor.device != attended.device:
-            raise ValueError(f"{name} is on {tensor.device}, attended on {attended.device}")
+        check_float(name, tensor, "attended", attended)
     if attended.dim() != 2 or attended.shape[1] == 0:
         raise ValueError(f"attended must have shape [rows, width], width > 0, got {tuple(attended.shape)}")
     if u.shape != attended.shape:
@@ -151,12 +124,11 @@ def _facts(
             raise ValueError(f"{name} must have shape [{width}], got {tuple(tensor.shape)}")
     if bias.dtype != weight.dtype:
         raise TypeError(f"bias must have the dtype of weight, {weight.dtype}, got {bias.dtype}")
+    num_groups, eps, _, dropout, _ = options
     if isinstance(num_groups, bool) or not isinstance(num_groups, int):
         raise TypeError(f"num_groups must be an int, got {type(num_groups).__name__}")
     if num_groups < 1 or width % num_groups:
         raise ValueError(f"num_groups must divide the width {width}, got {num_groups}")
-    if gate not in GATES:
-        raise ValueError(f"gate must be one of {', '.join(GATES)}, got {gate!r}")
     check_number("eps", eps, positive=True)
     check_number("dropout", dropout)
     if not 0 <= dropout < 1:
@@ -168,12 +140,11 @@ def _facts(
 
 def _check_seed(seed: Tensor, attended: Tensor) -> None:
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
-        actual = f"a tensor of {seed.dtype}" if isinstance(seed, Tensor) else type(seed).__name__
-        raise TypeError(f"seed must be an int64 tensor, got {actual}")
+        raise TypeError(f"seed must be an int64 tensor, got {kind_of(seed)}")
     if tuple(seed.shape) != (1,):
         raise ValueError(f"seed must have shape [1], got {tuple(seed.shape)}")
     if seed.device != attended.device:
         raise ValueError(f"seed is on {seed.device}, attended on {attended.device}")
 
 
-OP = Op("gated_norm", __name__, backends=("triton", "reference"), facts=_facts)
+OP = Op("gated_norm", __name__, backends=("triton", "reference"))

@@ -7,13 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.gated_norm import GateInputs, GateOptions, counter
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
-
-
-def supports(facts: object) -> Support:
-    """Supports every call."""
-    return SUPPORTED
 
 
 def run(inputs: GateInputs, grad_buffer: GradientBuffer | None, options: GateOptions) -> Tensor:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from recsys.ops.attention_args import (
-    AttentionFacts,
     attention_facts,
     check_attention,
     check_bias,
-    check_number,
     is_deterministic,
     scale_of,
 )
@@ -17,6 +15,7 @@ from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime.arguments import check_number
 from recsys.ops.runtime.dispatch import Op
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
@@ -95,41 +94,18 @@ def attend(
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Tensor:
-    facts = _facts_of(q, k, v, problem)
-    layout, mask, alpha = problem.layout, problem.mask, problem.alpha
-    OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=problem.scale_len, bias=problem.bias)
-    return OP.select(facts, backend).run(q, k, v, problem)
-
-
-def _facts_of(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> AttentionFacts:
-    """Checks, for all backends, what `check_attention` does not, and returns the facts that backends ask
-    for."""
+    """Checks, for all backends, what `check_attention` does not, and runs the chosen backend."""
     check_number("scale_len", problem.scale_len, positive=True)
     if problem.tail is not None and problem.tail < 0:
         raise ValueError(f"tail must be >= 0, got {problem.tail}")
     check_number("alpha", problem.alpha)
     if problem.bias is not None:
         check_bias(problem.bias, q)
-    return attention_facts(q, k, v, problem.mask, problem.bias, problem.deterministic)
+    facts = attention_facts(q, k, v, problem.mask, problem.bias, problem.deterministic)
+    chosen = OP.select(facts, backend)
+    layout, mask, alpha = problem.layout, problem.mask, problem.alpha
+    OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=problem.scale_len, bias=problem.bias)
+    return chosen.run(q, k, v, problem)
 
 
-def _facts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    mask: AttentionMask = _CAUSAL,
-    *,
-    alpha: float | None = None,
-    scale_len: float,
-    bias: RelativeBias | None = None,
-    deterministic: bool | None = None,
-) -> AttentionFacts:
-    """Returns the facts of one public call; takes the parameters of `hstu_attention` without `backend`."""
-    check_attention(q, k, v, layout, mask)
-    alpha = scale_of(q) if alpha is None else alpha
-    problem = Problem(layout, mask, alpha, scale_len, bias, deterministic=is_deterministic(deterministic))
-    return _facts_of(q, k, v, problem)
-
-
-OP = Op("hstu_attention", __name__, backends=("sm90", "triton", "reference"), facts=_facts)
+OP = Op("hstu_attention", __name__, backends=("sm90", "triton", "reference"))

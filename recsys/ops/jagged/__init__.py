@@ -67,12 +67,6 @@ def _as_tuple(values: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (values,) if isinstance(values, Tensor) else tuple(values)
 
 
-def _facts(
-    values: Tensor | Sequence[Tensor], index: Tensor | Sequence[Tensor], inverse: Tensor | None = None
-) -> GatherFacts:
-    return _checked(_as_tuple(values), _as_tuple(index), inverse)
-
-
 def _checked(sources: tuple[Tensor, ...], maps: tuple[Tensor, ...], inverse: Tensor | None) -> GatherFacts:
     """Validate the arguments for all backends and return the facts of the call."""
     if not sources or not maps:
@@ -133,4 +127,4 @@ def _check_inverse(inverse: Tensor, values: Tensor, num_maps: int, num_rows: int
         )
 
 
-OP = Op("gather_rows", __name__, backends=("triton", "reference"), facts=_facts)
+OP = Op("gather_rows", __name__, backends=("triton", "reference"))

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.ops.runtime.dispatch import SUPPORTED, Support, is_exporting
-
-
-def supports(facts: object) -> Support:
-    """Support every call."""
-    return SUPPORTED
+from recsys.ops.runtime.dispatch import is_exporting
 
 
 def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None) -> Tensor:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.attention_args import check_attention, check_number, scale_of
+from recsys.ops.attention_args import check_attention, scale_of
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime.arguments import check_float, check_number
 from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "LinearAttention", "linear_attention"]
@@ -95,57 +96,45 @@ def linear_attention(
     Source: Yang et al., Gated Linear Attention Transformers, arXiv 2312.06635, its recurrent form; the delta
     rule with a decay as in Yang et al., Gated Delta Networks, arXiv 2412.06464.
     """
-    facts = _facts(q, k, v, log_decay, layout, beta=beta, scale=scale, initial_state=initial_state)
+    check_attention(q, k, v, layout, _CAUSAL)
+    if scale is not None:
+        check_number("scale", scale)
+    _check_state(q, v, log_decay, beta, initial_state, layout)
+    chosen = OP.select(LinearAttentionFacts(q.device.type, q.dtype, q.shape[2], v.shape[2]), backend)
     scale = scale_of(q) if scale is None else scale
     if initial_state is None:
         wide = torch.promote_types(q.dtype, torch.float32)
         initial_state = q.new_zeros(layout.batch_size, *q.shape[1:], v.shape[2], dtype=wide)
     inputs = Inputs(q, k, v, log_decay, beta, initial_state)
-    return LinearAttention(*OP.select(facts, backend).run(inputs, layout, scale))
+    return LinearAttention(*chosen.run(inputs, layout, scale))
 
 
-def _facts(
+def _check_state(
     q: Tensor,
-    k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
     layout: SequenceLayout,
-    *,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-) -> LinearAttentionFacts:
-    """Validates the arguments for all backends and returns their static facts."""
-    check_attention(q, k, v, layout, _CAUSAL)
-    _check_float("log_decay", log_decay, q)
+) -> None:
+    check_float("log_decay", log_decay, "q", q)
     shape = tuple(q.shape)
     if tuple(log_decay.shape) not in (shape, shape[:2]):
         raise ValueError(
             f"log_decay must have the shape of q, {shape}, or {shape[:2]}, got {tuple(log_decay.shape)}"
         )
     if beta is not None:
-        _check_float("beta", beta, q)
+        check_float("beta", beta, "q", q)
         if tuple(beta.shape) != shape[:2]:
             raise ValueError(f"beta must have shape {shape[:2]}, got {tuple(beta.shape)}")
     if initial_state is not None:
-        _check_float("initial_state", initial_state, q)
+        check_float("initial_state", initial_state, "q", q)
         expected = (layout.batch_size, *shape[1:], v.shape[2])
         if tuple(initial_state.shape) != expected:
             raise ValueError(
                 f"initial_state must have shape [samples, heads, D, V] = {expected}, got "
                 f"{tuple(initial_state.shape)}"
             )
-    if scale is not None:
-        check_number("scale", scale)
-    return LinearAttentionFacts(q.device.type, q.dtype, shape[2], v.shape[2])
 
 
-def _check_float(name: str, tensor: object, q: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        actual = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a floating point tensor, got {actual}")
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
-
-
-OP = Op("linear_attention", __name__, backends=("triton", "reference"), facts=_facts)
+OP = Op("linear_attention", __name__, backends=("triton", "reference"))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.linear_attention import Inputs
-from recsys.ops.runtime.dispatch import SUPPORTED, Support, is_exporting
+from recsys.ops.runtime.dispatch import is_exporting
 from recsys.ops.runtime.registration import differentiable, flat_signature, opaque_op, saving
 
 CHUNK = 16
@@ -26,11 +26,6 @@ CHUNK = 16
 
 EXPORTED_CHUNK = 32
 """Tokens per chunk in an exported graph, where each step of the loop costs a copy of all outputs."""
-
-
-def supports(facts: object) -> Support:
-    """Supports every call."""
-    return SUPPORTED
 
 
 def run(inputs: Inputs, layout: SequenceLayout, scale: float) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.attention_args import check_number
 from recsys.ops.linear_logp.recompute import SHORTEST, Operands, Softmax, WeightShard, is_row
+from recsys.ops.runtime.arguments import check_float, check_number, kind_of
 from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
@@ -35,7 +35,6 @@ class LogpFacts:
     """Number of entries of the weight; 0 in a traced graph, where it may be symbolic."""
     has_bias: bool = False
     has_ids: bool = False
-    normalized: bool = False
 
 
 class LinearLogp(NamedTuple):
@@ -90,22 +89,9 @@ def linear_logp(
     Source: the online normaliser of Milakov and Gimelshein, arXiv 1805.02867; logQ correction and accidental
     hits: Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019.
     """
-    facts = logp_facts(
-        hidden,
-        weight,
-        target,
-        bias=bias,
-        temperature=temperature,
-        candidate_ids=candidate_ids,
-        target_ids=target_ids,
-        ignore_index=ignore_index,
-        l2_normalize=l2_normalize,
-    )
+    operands = operands_of(hidden, weight, target, bias, temperature, candidate_ids, target_ids)
     target, ignore_index = checked(target, weight.shape[0], ignore_index)
-    operands = Operands(
-        hidden, weight, bias, inverse_of(temperature, hidden), target, candidate_ids, target_ids
-    )
-    return run(operands, facts, backend, WeightShard(ignore_index))
+    return run(operands._replace(target=target), l2_normalize, backend, WeightShard(ignore_index))
 
 
 def linear_lse(
@@ -124,36 +110,43 @@ def linear_lse(
     Every accidental hit is left out. Rows for which no candidate remains are -inf, without a gradient.
     Arguments and errors are those of `linear_logp`.
     """
-    facts = logp_facts(
-        hidden,
-        weight,
-        None,
-        bias=bias,
-        temperature=temperature,
-        candidate_ids=candidate_ids,
-        target_ids=target_ids,
-        l2_normalize=l2_normalize,
-    )
-    operands = Operands(
-        hidden, weight, bias, inverse_of(temperature, hidden), None, candidate_ids, target_ids
-    )
-    return run(operands, facts, backend, WeightShard(None)).lse
+    operands = operands_of(hidden, weight, None, bias, temperature, candidate_ids, target_ids)
+    return run(operands, l2_normalize, backend, WeightShard(None)).lse
 
 
-def run(operands: Operands, facts: LogpFacts, backend: str, shard: WeightShard) -> LinearLogp:
+def run(operands: Operands, l2_normalize: bool, backend: str, shard: WeightShard) -> LinearLogp:
     """Runs the backend that the facts allow; the operands have been validated."""
-    if facts.normalized:
+    if not isinstance(l2_normalize, bool):
+        raise TypeError(f"l2_normalize must be a bool, got {type(l2_normalize).__name__}")
+    loops = OP.select(facts_of(operands), backend).backend()
+    if l2_normalize:
         hidden_norms, weight_norms = norms_of(operands.hidden, operands.weight)
         operands = operands._replace(hidden_norms=hidden_norms, weight_norms=weight_norms)
-    return LinearLogp(*Softmax.apply(*operands, OP.select(facts, backend).backend(), shard))
+    return LinearLogp(*Softmax.apply(*operands, loops, shard))
+
+
+def facts_of(operands: Operands) -> LogpFacts:
+    """Returns the static facts of a call."""
+    hidden, weight = operands.hidden, operands.weight
+    return LogpFacts(
+        device=hidden.device.type,
+        dtype=hidden.dtype,
+        width=int(hidden.shape[1]),
+        weight_size=0 if torch.compiler.is_compiling() else weight.numel(),
+        has_bias=operands.bias is not None,
+        has_ids=operands.candidate_ids is not None,
+    )
 
 
 def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, int]:
     """Returns the targets, and an `ignore_index` that is not a row of the weight.
 
     Raises:
+        TypeError: if `ignore_index` is no int.
         ValueError: if a target is neither a row of the weight nor `ignore_index`; checked on the host only.
     """
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         refused = ~is_row(target, num_rows) & (target != ignore_index)
         if refused.any():
@@ -184,21 +177,18 @@ def inverse_of(temperature: float | Tensor, hidden: Tensor) -> Tensor:
     return torch.full((1,), 1 / temperature, dtype=wide, device=hidden.device)
 
 
-def logp_facts(
+def operands_of(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor | None,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    candidate_ids: Tensor | None = None,
-    target_ids: Tensor | None = None,
-    ignore_index: int = -100,
-    l2_normalize: bool = False,
-) -> LogpFacts:
-    """Validates the arguments for all backends and returns their static facts."""
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    candidate_ids: Tensor | None,
+    target_ids: Tensor | None,
+) -> Operands:
+    """Validates all arguments but the values of targets, and returns them."""
     for name, tensor in (("hidden", hidden), ("weight", weight)):
-        _check_float(name, tensor, hidden)
+        check_float(name, tensor, "hidden", hidden)
         if tensor.dim() != 2 or tensor.shape[1] == 0:
             raise ValueError(f"{name} must have shape [rows, width], width > 0, got {tuple(tensor.shape)}")
     if weight.shape[1] != hidden.shape[1]:
@@ -206,7 +196,7 @@ def logp_facts(
     if weight.dtype != hidden.dtype:
         raise TypeError(f"weight must have the dtype of hidden, {hidden.dtype}, got {weight.dtype}")
     if bias is not None:
-        _check_float("bias", bias, hidden)
+        check_float("bias", bias, "hidden", hidden)
         _check_length("bias", bias, weight.shape[0], "rows of weight")
     _check_temperature(temperature, hidden)
     if (candidate_ids is None) != (target_ids is None):
@@ -217,31 +207,13 @@ def logp_facts(
         if tensor is not None:
             _check_ids(name, tensor, hidden)
             _check_length(name, tensor, *length)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
-    if not isinstance(l2_normalize, bool):
-        raise TypeError(f"l2_normalize must be a bool, got {type(l2_normalize).__name__}")
-    return LogpFacts(
-        device=hidden.device.type,
-        dtype=hidden.dtype,
-        width=int(hidden.shape[1]),
-        weight_size=0 if torch.compiler.is_compiling() else weight.numel(),
-        has_bias=bias is not None,
-        has_ids=candidate_ids is not None,
-        normalized=l2_normalize,
-    )
-
-
-def _check_float(name: str, tensor: object, hidden: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise TypeError(f"{name} must be a floating point tensor, got {_kind(tensor)}")
-    if tensor.device != hidden.device:
-        raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}")
+    scale = inverse_of(temperature, hidden)
+    return Operands(hidden, weight, bias, scale, target, candidate_ids, target_ids)
 
 
 def _check_ids(name: str, tensor: object, hidden: Tensor) -> None:
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
-        raise TypeError(f"{name} must be an int64 tensor, got {_kind(tensor)}")
+        raise TypeError(f"{name} must be an int64 tensor, got {kind_of(tensor)}")
     if tensor.device != hidden.device:
         raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}")
 
@@ -255,15 +227,11 @@ def _check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
     if not isinstance(temperature, Tensor):
         check_number("temperature", temperature, positive=True)
         return
-    _check_float("temperature", temperature, hidden)
+    check_float("temperature", temperature, "hidden", hidden)
     if temperature.numel() != 1:
         raise ValueError(f"temperature must hold one number, got shape {tuple(temperature.shape)}")
     if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature.item()}")
 
 
-def _kind(value: object) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
-OP = Op("linear_logp", __name__, backends=("sm90", "triton", "reference"), facts=logp_facts)
+OP = Op("linear_logp", __name__, backends=("sm90", "triton", "reference"))

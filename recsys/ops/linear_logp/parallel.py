@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys.ops.linear_logp import LinearLogp, checked, inverse_of, logp_facts, run
-from recsys.ops.linear_logp.recompute import Operands, WeightShard
+from recsys.ops.linear_logp import LinearLogp, checked, operands_of, run
+from recsys.ops.linear_logp.recompute import WeightShard
 
 
 def linear_logp_sharded(
@@ -49,24 +49,12 @@ def linear_logp_sharded(
     Raises:
         TypeError, ValueError: as `linear_logp`, and for rows outside the whole weight.
     """
-    facts = logp_facts(
-        hidden,
-        weight,
-        target,
-        bias=bias,
-        temperature=temperature,
-        candidate_ids=candidate_ids,
-        target_ids=target_ids,
-        ignore_index=ignore_index,
-        l2_normalize=l2_normalize,
-    )
+    operands = operands_of(hidden, weight, target, bias, temperature, candidate_ids, target_ids)
     if not 0 <= first_row <= first_row + weight.shape[0] <= num_rows:
         raise ValueError(
             f"first_row = {first_row} and the {weight.shape[0]} rows of weight must lie within the "
             f"num_rows = {num_rows} of all ranks"
         )
     target, ignore_index = checked(target, num_rows, ignore_index)
-    operands = Operands(
-        hidden, weight, bias, inverse_of(temperature, hidden), target, candidate_ids, target_ids
-    )
-    return run(operands, facts, backend, WeightShard(ignore_index, num_rows, first_row, group))
+    shard = WeightShard(ignore_index, num_rows, first_row, group)
+    return run(operands._replace(target=target), l2_normalize, backend, shard)

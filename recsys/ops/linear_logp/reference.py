@@ -23,16 +23,10 @@ from recsys.ops.linear_logp.recompute import (
     projected,
     rebuilt,
 )
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
 from recsys.ops.runtime.registration import flat_signature, opaque_op
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Scores held at once, by device: 2 MiB of float32 stay in a CPU's cache; a GPU needs large blocks."""
-
-
-def supports(facts: object) -> Support:
-    """Supports every call."""
-    return SUPPORTED
 
 
 def forward(operands: Operands) -> RowSums:

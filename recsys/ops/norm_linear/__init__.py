@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.attention_args import check_number
+from recsys.ops.runtime.arguments import check_float, check_number
 from recsys.ops.runtime.dispatch import Op
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
@@ -98,42 +98,29 @@ def norm_linear(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    facts = _facts(x, norm_weight, norm_bias, weight, bias, widths, eps=eps, dtype=dtype)
     inputs = NormLinearInputs(x, norm_weight, norm_bias, weight, bias)
+    facts = _facts(inputs, widths, eps, dtype)
     options = NormLinearOptions(eps, facts.compute_dtype, keep_normed, silu)
     return OP.select(facts, backend).run(inputs, tuple(widths), options)
 
 
 def _facts(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    widths: Sequence[int],
-    *,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-    keep_normed: bool = True,
-    silu: bool = False,
+    inputs: NormLinearInputs, widths: Sequence[int], eps: float, dtype: torch.dtype | None
 ) -> NormLinearFacts:
     """Validates the arguments for all backends and returns their static facts."""
-    named = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
-    for name, tensor in {"x": x, **named}.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            actual = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating point tensor, got {actual}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
+    x, norm_weight, norm_bias, weight, bias = inputs
+    for name, tensor in inputs._asdict().items():
+        check_float(name, tensor, "x", x)
     if x.dim() != 2 or x.shape[1] == 0:
         raise ValueError(f"x must have shape [tokens, width], width > 0, got {tuple(x.shape)}")
     width, columns = int(x.shape[1]), sum(widths)
     if not widths or min(widths) < 1:
         raise ValueError(f"widths must be positive numbers, got {list(widths)}")
     shapes = {"norm_weight": (width,), "norm_bias": (width,), "weight": (columns, width), "bias": (columns,)}
-    for name, tensor in named.items():
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{name} must have shape {list(shapes[name])}, got {tuple(tensor.shape)}")
+    for name, shape in shapes.items():
+        actual = tuple(getattr(inputs, name).shape)
+        if actual != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {actual}")
     for name, shift, scale in (("norm_bias", norm_bias, norm_weight), ("bias", bias, weight)):
         if shift.dtype != scale.dtype:
             raise TypeError(f"{name} must have the dtype of its weight, {scale.dtype}, got {shift.dtype}")
@@ -143,4 +130,4 @@ def _facts(
     return NormLinearFacts(x.device.type, x.dtype, dtype or x.dtype, width)
 
 
-OP = Op("norm_linear", __name__, backends=("triton", "reference"), facts=_facts)
+OP = Op("norm_linear", __name__, backends=("triton", "reference"))

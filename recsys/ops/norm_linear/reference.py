@@ -8,12 +8,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recsys.ops.norm_linear import NormLinear, NormLinearInputs, NormLinearOptions
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
-
-
-def supports(facts: object) -> Support:
-    """Supports every call."""
-    return SUPPORTED
 
 
 def run(inputs: NormLinearInputs, widths: tuple[int, ...], options: NormLinearOptions) -> NormLinear:

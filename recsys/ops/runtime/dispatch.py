@@ -1,9 +1,10 @@
 """Chooses the implementation of an op for each call, and explains the choice.
 
 Every op has a list of backends, fastest first and `reference` last. A backend is the module `<op
-package>.<backend>` with `supports(facts) -> Support` and `run(...)`; it may need packages that the machine
-lacks, and is slow to import only where it can run. `facts` are the op's static facts (device, dtype, sizes,
-kind of mask), never tensor values, so the same question can be asked when a config is loaded.
+package>.<backend>` with `run(...)` and, unless it takes every call, `supports(facts) -> Support`; it may
+need packages that the machine lacks, and is slow to import only where it can run. `facts` are the op's
+static facts (device, dtype, sizes, kind of mask), never tensor values, so the same question can be asked
+when a config is loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import importlib
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 FORCED_BACKEND = os.environ.get("RECSYS_BACKEND")
 """Backend that replaces "auto" in every op that has a backend of this name; for debugging."""
+
+EXPLAIN = "explain"
+"""Name in place of a backend with which `Op.select` raises what `explain` returns."""
 
 _OPS: dict[str, Op] = {}
 
@@ -62,22 +67,29 @@ class Explanation:
         return "\n".join([self.op, *lines])
 
 
-class Op:
-    """An op: its name, its backends, and the function that derives the static facts from its arguments."""
+class _Explained(Exception):
+    """Carries the answer to `explain` out of the public function of an op, whose checks it needs."""
 
-    def __init__(self, name: str, package: str, backends: Sequence[str], facts: Callable[..., Any]) -> None:
+    def __init__(self, explanation: Explanation) -> None:
+        super().__init__(str(explanation))
+        self.explanation = explanation
+
+
+class Op:
+    """An op: its name and its backends."""
+
+    def __init__(self, name: str, package: str, backends: Sequence[str]) -> None:
         """Registers the op for `explain` and `last_backend`.
 
         Args:
-            package: the package that holds one module per backend.
+            name: also the name of the public function, which checks its arguments, calls `select` and runs
+                what that returns.
+            package: the package that holds the function, and one module per backend.
             backends: names of the backends, fastest first.
-            facts: takes the arguments of the public function (without `backend`) and returns what `supports`
-                judges.
         """
         self.name = name
         self.package = package
         self.backends = tuple(backends)
-        self.facts = facts
         self.last_backend: str | None = None
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         """Number of times that "auto" skipped a backend, by (backend, reason)."""
@@ -95,6 +107,8 @@ class Op:
         Raises:
             ValueError: the backend is unknown, or named and unable to run this call; it never falls back.
         """
+        if backend == EXPLAIN:
+            raise _Explained(self.explain(facts))
         if backend == "auto" and FORCED_BACKEND is not None:
             if FORCED_BACKEND in self.backends:
                 backend = FORCED_BACKEND
@@ -142,7 +156,7 @@ class Op:
             module = self._load(name)
         except ImportError as error:
             return Support(False, f"it needs a package that is not installed ({error})")
-        return module.supports(facts)
+        return module.supports(facts) if hasattr(module, "supports") else SUPPORTED
 
     def _load(self, name: str) -> ModuleType:
         if name not in self._modules:
@@ -174,8 +188,12 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         ValueError: there is no op of this name.
     """
     registered = _op(op if isinstance(op, str) else op.__name__)
-    kwargs.pop("backend", None)
-    return registered.explain(registered.facts(*args, **kwargs))
+    function = getattr(sys.modules[registered.package], registered.name)
+    try:
+        function(*args, **{**kwargs, "backend": EXPLAIN})
+    except _Explained as answer:
+        return answer.explanation
+    raise RuntimeError(f"{registered.name} has not asked which backend to run")
 
 
 def last_backend(op: str) -> str | None:

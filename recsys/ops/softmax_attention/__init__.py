@@ -5,15 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from recsys.ops.attention_args import (
-    AttentionFacts,
     attention_facts,
     check_attention,
-    check_number,
     of_one_kind,
     scale_of,
 )
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime.arguments import check_number
 from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "softmax_attention"]
@@ -49,27 +48,16 @@ def softmax_attention(
 
     Source: Vaswani et al., Attention Is All You Need; Kang and McAuley, SASRec, arXiv 1808.09781.
     """
-    facts = _facts(q, k, v, layout, mask, alpha=alpha)
-    alpha = scale_of(q) if alpha is None else alpha
-    OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha)
-    return OP.select(facts, backend).run(q, k, v, layout, mask, alpha=alpha)
-
-
-def _facts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    mask: AttentionMask = _CAUSAL,
-    *,
-    alpha: float | None = None,
-) -> AttentionFacts:
-    """Validate the arguments for all backends and return the facts of the call."""
     check_attention(q, k, v, layout, mask)
     if alpha is not None:
         check_number("alpha", alpha)
     facts = attention_facts(q, k, v, mask, bias=None, deterministic=None)
-    return facts if layout.num_contextual or layout.total_targets else of_one_kind(facts, layout)
+    if not layout.num_contextual and not layout.total_targets:
+        facts = of_one_kind(facts, layout)
+    chosen = OP.select(facts, backend)
+    alpha = scale_of(q) if alpha is None else alpha
+    OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha)
+    return chosen.run(q, k, v, layout, mask, alpha=alpha)
 
 
-OP = Op("softmax_attention", __name__, backends=("flash", "reference"), facts=_facts)
+OP = Op("softmax_attention", __name__, backends=("flash", "reference"))

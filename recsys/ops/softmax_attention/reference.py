@@ -6,16 +6,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask, visible_pairs
 from recsys.ops.jagged.padding import padded_chunks
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
-
-
-def supports(facts: AttentionFacts) -> Support:
-    """Support every call."""
-    return SUPPORTED
 
 
 def run(

@@ -71,13 +71,11 @@ def top_k(
     Raises:
         TypeError, ValueError: shapes, dtypes or devices do not fit, or k < 1.
     """
-    facts = top_k_facts(queries, items, k, removed=removed, removed_lengths=removed_lengths)
+    facts = _facts(queries, items, k, removed, removed_lengths)
     return OP.select(facts, backend).run(queries, items, k, removed, removed_lengths)
 
 
-def top_k_facts(
-    queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor
-) -> TopKFacts:
+def _facts(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopKFacts:
     """Validates the arguments for all backends and returns their static facts."""
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 item must be asked for")
@@ -105,4 +103,4 @@ def top_k_facts(
     return TopKFacts(queries.device.type, items.dtype, int(queries.shape[1]), k)
 
 
-OP = Op("top_k", __name__, backends=("triton", "reference"), facts=top_k_facts)
+OP = Op("top_k", __name__, backends=("triton", "reference"))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
 from recsys.ops.top_k import TopK
 from recsys.ops.top_k.keys import items_of, keys_of, scores_of
 
@@ -23,11 +22,6 @@ BLOCK = 65_536
 
 GROUP = 64
 """Neighboring items that are first compared by their maximum."""
-
-
-def supports(facts: object) -> Support:
-    """Supports every call."""
-    return SUPPORTED
 
 
 def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:

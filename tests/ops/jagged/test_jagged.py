@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from recsys.ops import gather_rows, segment_sum
+from recsys.ops.jagged import GatherFacts
 from recsys.ops.runtime import dispatch
 from tests.ops import harness
 from tests.ops.harness import REFERENCE, Problem, Runner, assert_is, normal, results, runners
@@ -169,7 +170,7 @@ def test_the_library_ops(num_maps, known, monkeypatch):
 def test_on_a_gpu_auto_takes_it_but_in_an_exported_graph():
     op, fields = dispatch._OPS["gather_rows"], {"device": "cuda", "dtype": torch.float32, "num_maps": 2}
     for exported in (False, True):
-        facts = type(op.facts(torch.zeros(2), torch.tensor([0])))(**fields, exported=exported)
+        facts = GatherFacts(**fields, exported=exported)
         assert op.select(facts).__name__.endswith("reference" if exported else "triton")
         assert op.select(facts, "triton").__name__.endswith("triton")
 

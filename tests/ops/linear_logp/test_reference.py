@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recsys.ops import linear_logp, linear_lse
-from recsys.ops.linear_logp import hopper, logp_facts, reference
+from recsys.ops.linear_logp import hopper, reference
 from recsys.ops.runtime.dispatch import SUPPORTED
 from tests.ops import harness
 from tests.ops.harness import assert_close, assert_equal, gradients, normal
@@ -133,16 +133,15 @@ WRONG = [
 test_wrong_arguments_are_named = harness.refused(linear_logp, arguments, WRONG)
 
 
-@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(
     ("items", "width", "auto"), [(131_072, 128, True), (131_071, 128, False), (10**6, 16, False)]
 )
-def test_auto_leaves_small_catalogues_to_triton(items, width, auto, normalized, monkeypatch):
+def test_auto_leaves_small_catalogues_to_triton(items, width, auto, monkeypatch):
     """Below 2^24 entries of the weight; who names the backend gets it."""
     monkeypatch.setattr(hopper.triton_support, "missing_for_hopper", lambda: "")
     monkeypatch.setattr(hopper.triton_support, "support", lambda device, dtype: SUPPORTED)
     given = (torch.empty(7, width, device="meta"), torch.empty(items, width, device="meta"))
     target = torch.empty(7, dtype=torch.int64, device="meta")
-    facts = logp_facts(*(rows.bfloat16() for rows in given), target, l2_normalize=normalized)
+    facts = harness.facts_of(linear_logp, *(rows.bfloat16() for rows in given), target)
     support = hopper.supports(dataclasses.replace(facts, device="cuda"))
     assert (support.ok, support.auto) == (True, auto)

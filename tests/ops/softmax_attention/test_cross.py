@@ -8,7 +8,6 @@ import torch
 
 from recsys.ops import SequenceLayout, cross_attention, last_backend
 from recsys.ops.softmax_attention import flash
-from recsys.ops.softmax_attention.cross import OP
 from recsys.ops.softmax_attention.cross import flash as backend
 from tests.ops import harness
 from tests.ops.cases import qkv
@@ -89,7 +88,9 @@ def test_what_the_kernels_take(monkeypatch):
     more, q = torch.cat([most, most[1:2]]), torch.zeros(5, 2, 8)
     answers = []
     for layout in (few, SequenceLayout(most), SequenceLayout(more)):
-        facts = dataclasses.replace(OP.facts(q, q, q, layout, layout), device="cuda", dtype=torch.bfloat16)
+        facts = dataclasses.replace(
+            harness.facts_of(cross_attention, q, q, q, layout, layout), device="cuda", dtype=torch.bfloat16
+        )
         answers.append(backend.supports(facts))
     assert [answer.ok for answer in answers] == [True, True, False]
     assert "up to 65535 samples" in answers[2].reason

@@ -8,7 +8,7 @@ import torch
 
 from recsys.ops import AttentionMask, SequenceLayout, last_backend, softmax_attention
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.softmax_attention import OP, flash
+from recsys.ops.softmax_attention import flash
 from tests.ops import harness
 from tests.ops.harness import Runner
 from tests.ops.softmax_attention.test_softmax_attention import by_loops, problem
@@ -85,7 +85,8 @@ def test_targets_contextual_tokens_and_too_many_samples_are_not_for_it():
         SequenceLayout(lengths, None, 1),
         SequenceLayout(torch.cat([lengths, torch.zeros(65_534, dtype=torch.int64)])),
     ]
-    assert [OP.facts(q, q, q, layout).histories_only for layout in layouts] == [True, False, False, False]
+    answers = [harness.facts_of(softmax_attention, q, q, q, layout).histories_only for layout in layouts]
+    assert answers == [True, False, False, False]
 
 
 @pytest.mark.gpu

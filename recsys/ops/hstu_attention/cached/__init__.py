@@ -15,13 +15,13 @@ from recsys.ops.attention_args import (
     check_attention,
     check_bias,
     check_cache,
-    check_number,
     scale_of,
 )
 from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
+from recsys.ops.runtime.arguments import check_number
 from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "hstu_attention_cached"]
@@ -107,49 +107,19 @@ def hstu_attention_cached(
     check_attention(q, k, v, layout, mask)
     alpha = scale_of(q) if alpha is None else alpha
     problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout=cache_layout)
-    facts = _facts_of(q, k, v, cache_k, cache_v, problem)
-    return OP.select(facts, backend).run(q, k, v, cache_k, cache_v, problem)
-
-
-def _facts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    cache_layout: SequenceLayout,
-    mask: AttentionMask = _CAUSAL,
-    *,
-    alpha: float | None = None,
-    scale_len: float,
-    bias: CachedRelativeBias | None = None,
-) -> CachedFacts:
-    """Returns the facts of one public call; takes the parameters of `hstu_attention_cached` without
-    `backend`."""
-    check_attention(q, k, v, layout, mask)
-    alpha = scale_of(q) if alpha is None else alpha
-    problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout=cache_layout)
-    return _facts_of(q, k, v, cache_k, cache_v, problem)
-
-
-def _facts_of(
-    q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem
-) -> CachedFacts:
-    """Checks, for all backends, what `check_attention` does not, and returns the facts that backends ask
-    for."""
-    check_cache(q, v, problem.layout, cache_k, cache_v, problem.cache_layout)
-    check_number("scale_len", problem.scale_len, positive=True)
-    check_number("alpha", problem.alpha)
-    if problem.bias is not None:
-        _check_cached_bias(problem.bias, q, cache_k)
-    facts = attention_facts(q, k, v, problem.mask, problem.bias, problem.deterministic)
+    check_cache(q, v, layout, cache_k, cache_v, cache_layout)
+    check_number("scale_len", scale_len, positive=True)
+    check_number("alpha", alpha)
+    if bias is not None:
+        _check_cached_bias(bias, q, cache_k)
+    facts = attention_facts(q, k, v, mask, bias, problem.deterministic)
     if facts.needs_grad or (torch.is_grad_enabled() and (cache_k.requires_grad or cache_v.requires_grad)):
         raise RuntimeError(
             "hstu_attention_cached computes no gradients; call it under torch.no_grad(), or train with "
             "hstu_attention on whole samples"
         )
-    return _cached_facts(facts, problem.layout)
+    chosen = OP.select(_cached_facts(facts, layout), backend)
+    return chosen.run(q, k, v, cache_k, cache_v, problem)
 
 
 def _cached_facts(facts: AttentionFacts, layout: SequenceLayout) -> CachedFacts:
@@ -200,4 +170,4 @@ def _check_cached_bias(bias: CachedRelativeBias, q: Tensor, cache_k: Tensor) -> 
         )
 
 
-OP = Op("hstu_attention_cached", __name__, backends=("sm90", "triton", "reference"), facts=_facts)
+OP = Op("hstu_attention_cached", __name__, backends=("sm90", "triton", "reference"))

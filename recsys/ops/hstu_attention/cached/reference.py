@@ -7,17 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.jagged.mask import row_intervals
 from recsys.ops.jagged.padding import PaddedChunks, paired_chunks
 from recsys.ops.relative_bias import dense_bias, relative_positions
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
-
-
-def supports(facts: AttentionFacts) -> Support:
-    """Support every call."""
-    return SUPPORTED
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> Tensor:

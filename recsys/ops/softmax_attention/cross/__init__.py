@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from recsys.ops.attention_args import (
-    AttentionFacts,
     attention_facts,
     check_attention,
     of_one_kind,
@@ -49,20 +48,13 @@ def cross_attention(
 
     Source: Vaswani et al., Attention Is All You Need.
     """
-    facts = _facts(q, k, v, layout, key_layout)
-    return OP.select(facts, backend).run(q, k, v, layout, key_layout, alpha=scale_of(q))
-
-
-def _facts(
-    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, key_layout: SequenceLayout
-) -> AttentionFacts:
-    """Validates the arguments for all backends and returns the facts of the call."""
     check_attention(q, q, q, layout, _NO_WINDOW)
     _check_keys(q, k, v, layout, key_layout)
     if layout.total_targets or key_layout.total_targets:
         raise ValueError("samples must hold no targets, which would see each other")
     # Without a mask, contextual tokens are like others.
-    return of_one_kind(attention_facts(q, k, v, _NO_WINDOW, bias=None, deterministic=None), layout)
+    facts = of_one_kind(attention_facts(q, k, v, _NO_WINDOW, bias=None, deterministic=None), layout)
+    return OP.select(facts, backend).run(q, k, v, layout, key_layout, alpha=scale_of(q))
 
 
 def _check_keys(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> None:
@@ -89,4 +81,4 @@ def _check_keys(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, key_lay
         raise ValueError(f"k must have the head dimension of q, {q.shape[2]}, got {k.shape[2]}")
 
 
-OP = Op("cross_attention", __name__, backends=("flash", "reference"), facts=_facts)
+OP = Op("cross_attention", __name__, backends=("flash", "reference"))

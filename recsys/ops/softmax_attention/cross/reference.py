@@ -7,15 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.padding import PaddedChunks, paired_chunks
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
-
-
-def supports(facts: AttentionFacts) -> Support:
-    """Supports every call."""
-    return SUPPORTED
 
 
 def run(

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from recsys.ops import CachedRelativeBias, RelativeBias, SequenceLayout, hstu_attention_cached
-from recsys.ops.hstu_attention.cached import OP
 from tests.ops import harness
 from tests.ops.cases import cut, qkv, times
 from tests.ops.oracle import Sample
@@ -99,6 +98,6 @@ def test_gradients_are_refused(name):
 def test_backends_are_asked_about_the_new_tokens():
     lengths, targets = torch.tensor([2, 1]), torch.tensor([1, 1])
     for layout, only in ((SequenceLayout(lengths, lengths), True), (SequenceLayout(lengths, targets), False)):
-        facts = OP.facts(**arguments(layout=layout))
+        facts = harness.facts_of(hstu_attention_cached, **arguments(layout=layout))
         assert facts.only_targets is only
         assert facts.num_units == 2 * facts.num_heads  # a tile for each sample
