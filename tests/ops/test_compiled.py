@@ -388,13 +388,13 @@ def traced_linear_attention(delta):
 
 
 def traced_linear_logp():
-    from recsys.ops.linear_logp import launch, triton_ops
+    from recsys.ops.linear_logp import triton_ops
 
     def both(hidden, weight, scale, target):
         given = Operands(hidden, weight, None, scale, target, None, None)
-        sums = triton_ops.launch_forward(given, launch.launch_traced)
+        sums = triton_ops.launch_forward(given, torch.library.wrap_triton)
         requested = RequestedGrads(True, True, False, True)
-        grads = triton_ops.launch_backward(given, OutputGrads(*sums), requested, launch.launch_traced)
+        grads = triton_ops.launch_backward(given, OutputGrads(*sums), requested, torch.library.wrap_triton)
         return [*sums, grads.hidden, grads.weight]
 
     return both, (torch.randn(33, 24), torch.randn(50, 24), torch.ones(1), torch.arange(33)), 4

@@ -24,6 +24,7 @@ from recsys.ops.linear_logp.recompute import (
 )
 from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
 from recsys.ops.runtime.hopper_launch import launch as launch_kernel
+from recsys.ops.runtime.triton_support import num_processors
 
 WARPS = 4
 """Warps per warp group."""
@@ -312,7 +313,7 @@ class Cut(NamedTuple):
 def cut_for(owned: Tensor, streamed: Tensor, sizes: KernelSizes, max_parts: int) -> Cut:
     """Cuts the work for one program per processor, into the number of parts that keeps all busy to the
     end."""
-    processors = launch.processors(owned.device)
+    processors = num_processors(owned.device)
     tiles, blocks = -(-owned.shape[0] // sizes.rows), -(-streamed.shape[0] // sizes.others)
     parts, per_part = launch.balanced(tiles, blocks, processors, min(max_parts, blocks))
     units = tiles * parts

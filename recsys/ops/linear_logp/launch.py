@@ -1,27 +1,13 @@
-"""Shared parts of the `linear_logp` launches: eager and traced launches, padded operands, splits into
-parts."""
+"""Shared parts of the `linear_logp` launches: padded operands and splits into parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import wrap_triton
 
 from recsys.ops.linear_logp.recompute import Operands
-from recsys.ops.runtime import triton_support
-
-try:
-    from recsys.ops.runtime.hopper_launch import launch as _launch
-except ImportError:  # another version of Triton
-    _launch = None
-
-Launch = Callable[..., None]
-"""Signature `launch(kernel, key, programs, tensors, numbers, constants)`; the compiled code depends on `key`
-alone."""
 
 LARGEST_BLOCK = 256
 """Most rows of any tile."""
@@ -31,33 +17,6 @@ MAX_PARTS = 64
 
 PART_NUMBERS = 1 << 24
 """Most partial gradient entries in all parts but one: 64 MiB of float32."""
-
-
-def launch_eager(
-    kernel: Any,
-    key: Hashable,
-    programs: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[int, ...],
-    constants: dict[str, Any],
-) -> None:
-    """Launches a kernel in eager mode, with little work on the host where this Triton version allows it."""
-    if _launch is None:
-        kernel[(programs,)](*tensors, *numbers, **constants)
-    else:
-        _launch(kernel, key, programs, (), tensors, numbers, lambda: constants)
-
-
-def launch_traced(
-    kernel: Any,
-    key: Hashable,
-    programs: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[int, ...],
-    constants: dict[str, Any],
-) -> None:
-    """Launches a kernel in traced graphs."""
-    wrap_triton(kernel)[(programs,)](*tensors, *numbers, **constants)
 
 
 def prepared(operands: Operands) -> Operands:
@@ -96,12 +55,6 @@ def padded_width(width: int) -> int:
 def precision() -> str:
     """Returns Triton's `input_precision` for float32 products, following PyTorch's setting."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-@lru_cache(maxsize=64)
-def processors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of the device, cached."""
-    return triton_support.num_processors(device)
 
 
 @lru_cache(maxsize=1024)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from recsys.ops.linear_logp.launch import (
     LARGEST_BLOCK,
-    Launch,
-    launch_eager,
     or_else,
     padded_width,
     precision,
@@ -25,6 +23,7 @@ from recsys.ops.linear_logp.triton_rows import (
     target_kernel,
     upstream_kernel,
 )
+from recsys.ops.runtime.launch import Wrap, launch
 
 LOG2E = math.log2(math.e)
 
@@ -35,12 +34,12 @@ FEW_ROWS = 16
 """Rows per program in kernels that only read and write them."""
 
 
-def row_sums_of(operands: Operands, maxima: Tensor, totals: Tensor, launch: Launch = launch_eager) -> RowSums:
+def row_sums_of(operands: Operands, maxima: Tensor, totals: Tensor, wrap: Wrap | None = None) -> RowSums:
     """Merges the maxima and totals [parts, N] of the parts; the operands are `prepared`."""
     best = maxima.amax(0)
     finite = torch.where(best == -torch.inf, 0, best)
     total = (totals * (maxima - finite).exp()).sum(0)
-    return RowSums(best, total, target_scores(operands, launch))
+    return RowSums(best, total, target_scores(operands, wrap))
 
 
 def finished(operands: Operands, maxima: Tensor, totals: Tensor, ignore_index: int | None) -> RowOutputs:
@@ -50,9 +49,8 @@ def finished(operands: Operands, maxima: Tensor, totals: Tensor, ignore_index: i
     outputs = scale.new_empty(4, num_rows)
     constants = row_constants(operands)
     inputs = (hidden, weight, *or_else(hidden, bias), scale, *or_else(hidden, target, *norms))
-    launch_eager(
+    launch(
         finish_kernel,
-        (hidden.dtype, *constants.values()),
         tiles_of(num_rows, constants["BLOCK"]),
         (*inputs, maxima, totals, outputs),
         (num_rows, weight.shape[0], parts, ignore_index or 0),
@@ -61,7 +59,7 @@ def finished(operands: Operands, maxima: Tensor, totals: Tensor, ignore_index: i
     return RowOutputs(*outputs.unbind(0))
 
 
-def target_scores(operands: Operands, launch: Launch) -> Tensor:
+def target_scores(operands: Operands, wrap: Wrap | None) -> Tensor:
     """Computes the scores [N] of the targets, arbitrary for rows without one; the operands are `prepared`."""
     hidden, weight, bias, scale, target, _, _, *norms = operands
     num_rows = hidden.shape[0]
@@ -71,11 +69,11 @@ def target_scores(operands: Operands, launch: Launch) -> Tensor:
     constants = row_constants(operands)
     launch(
         target_kernel,
-        (hidden.dtype, *constants.values()),
         tiles_of(num_rows, constants["BLOCK"]),
         (hidden, weight, *or_else(hidden, bias), scale, target, *or_else(hidden, *norms), scores),
         (num_rows, weight.shape[0]),
         constants,
+        wrap,
     )
     return scores
 
@@ -89,9 +87,8 @@ def project(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
     stride = int(grad.shape[1])
     out = grad if stride == width else grad.new_empty(count, width)
     constants = {"D": width, "STRIDE": stride, "BLOCK": FEW_ROWS, "BLOCK_D": padded_width(width)}
-    launch_eager(
+    launch(
         project_kernel,
-        (grad.dtype, rows.dtype, width, stride),
         tiles_of(count, FEW_ROWS),
         (grad, rows, norms, out),
         (count,),
@@ -154,9 +151,8 @@ def rows_of(
         "num_warps": 4,
     }
     strides = (0 if grad is None else grad.stride(0) for grad in grads)
-    launch_eager(
+    launch(
         upstream_kernel,
-        tuple(constants.values()),
         padded // LARGEST_BLOCK,
         (*or_else(vectors, *grads), outputs.maximum, *or_else(rows, target), vectors, rows, marks),
         (

@@ -6,19 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import wrap_triton
 
 from recsys.ops.linear_logp.launch import (
     MAX_PARTS,
     PART_NUMBERS,
-    Launch,
     balanced,
-    launch_eager,
-    launch_traced,
     or_else,
     padded_width,
     precision,
     prepared,
-    processors,
     tiles_of,
 )
 from recsys.ops.linear_logp.recompute import (
@@ -41,7 +38,9 @@ from recsys.ops.linear_logp.row_launch import (
     sides_of,
 )
 from recsys.ops.linear_logp.triton_kernels import backward_kernel, forward_kernel
+from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.registration import flat_signature, traceable_op
+from recsys.ops.runtime.triton_support import num_processors
 
 
 class Blocks(NamedTuple):
@@ -102,20 +101,20 @@ SPLIT_WIDTH = {2: 128, 4: 0}
 """Widest rows, in columns, by bytes per entry, for which registers suffice for a second loop."""
 
 
-def launch_forward(operands: Operands, launch: Launch = launch_eager) -> RowSums:
+def launch_forward(operands: Operands, wrap: Wrap | None = None) -> RowSums:
     """Computes each row's sums over all candidates; the operands have been validated and are not empty."""
     operands = prepared(operands)
-    return row_sums_of(operands, *launch_sums(operands, launch), launch)
+    return row_sums_of(operands, *launch_sums(operands, wrap), wrap)
 
 
 def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
     """Computes all outputs in two launches; the operands have been validated and are not empty."""
     operands = prepared(operands)
-    maxima, totals = launch_sums(operands, launch_eager)
+    maxima, totals = launch_sums(operands)
     return finished(operands, maxima, totals, ignore_index)
 
 
-def launch_sums(operands: Operands, launch: Launch) -> tuple[Tensor, Tensor]:
+def launch_sums(operands: Operands, wrap: Wrap | None = None) -> tuple[Tensor, Tensor]:
     """Computes the maximum and the sum of each row over each part of the candidates, [parts, N] each."""
     hidden, weight, bias, scale, *rest = operands
     num_rows, num_candidates = hidden.shape[0], weight.shape[0]
@@ -126,22 +125,22 @@ def launch_sums(operands: Operands, launch: Launch) -> tuple[Tensor, Tensor]:
     constants = constants_of(operands, blocks)
     launch(
         forward_kernel,
-        (hidden.dtype, *constants.values()),
         row_tiles * parts,
         (hidden, weight, *or_else(hidden, bias), scale, *or_else(hidden, *rest), maxima, totals),
         (num_rows, num_candidates, per_part),
         constants,
+        wrap,
     )
     return maxima, totals
 
 
 def launch_backward(
-    operands: Operands, output_grads: OutputGrads, requested: RequestedGrads, launch: Launch = launch_eager
+    operands: Operands, output_grads: OutputGrads, requested: RequestedGrads, wrap: Wrap | None = None
 ) -> Gradients:
     """Computes the requested gradients; the operands have been validated and are not empty."""
     operands = prepared(operands)
     return launch_gradients(
-        operands, *rows_by_torch(operands, output_grads, _sides(operands)), requested, launch
+        operands, *rows_by_torch(operands, output_grads, _sides(operands)), requested, wrap
     )
 
 
@@ -156,7 +155,7 @@ def fused_backward(
     large ones."""
     operands = prepared(operands)
     by_row = rows_of(operands, outputs, (grad_logp, grad_lse), _sides(operands))
-    return launch_gradients(operands, *by_row, requested, launch_eager)
+    return launch_gradients(operands, *by_row, requested)
 
 
 def _sides(operands: Operands) -> tuple[Side, Side]:
@@ -164,16 +163,21 @@ def _sides(operands: Operands) -> tuple[Side, Side]:
 
 
 def launch_gradients(
-    operands: Operands, vectors: Tensor, rows: Tensor, marks: Marks, requested: RequestedGrads, launch: Launch
+    operands: Operands,
+    vectors: Tensor,
+    rows: Tensor,
+    marks: Marks,
+    requested: RequestedGrads,
+    wrap: Wrap | None = None,
 ) -> Gradients:
     """Computes the requested gradients. The operands are `prepared`; the other arguments are as
     `upstream_kernel` writes them."""
     grad_hidden = grad_weight = grad_bias = grad_scale = None
     if requested.hidden or requested.scale:
-        side = (operands, vectors, rows, marks.hidden, launch)
+        side = (operands, vectors, rows, marks.hidden, wrap)
         grad_hidden, _, grad_scale = launch_side(*side, of_weight=False, with_scale=requested.scale)
     if requested.weight or requested.bias:
-        side = (operands, vectors, rows, marks.weight, launch)
+        side = (operands, vectors, rows, marks.weight, wrap)
         grad_weight, grad_bias, _ = launch_side(*side, of_weight=True, with_bias=requested.bias)
     return Gradients(
         grad_hidden if requested.hidden else None,
@@ -188,7 +192,7 @@ def launch_side(
     vectors: Tensor,
     rows: Tensor,
     marks: Tensor,
-    launch: Launch,
+    wrap: Wrap | None,
     *,
     of_weight: bool,
     with_bias: bool = False,
@@ -215,7 +219,6 @@ def launch_side(
     owned_norms, streamed_norms = reversed(norms) if of_weight else norms
     launch(
         backward_kernel,
-        (hidden.dtype, in_place, *constants.values()),
         owned_tiles * parts,
         (
             *(owned, streamed, *or_else(owned, bias), scale, rows),
@@ -224,6 +227,7 @@ def launch_side(
         ),
         (num_owned, streamed.shape[0], per_part),
         constants,
+        wrap,
     )
     summed = grad.sum(0) if _is_split(parts) else grad[0]
     return (
@@ -246,7 +250,7 @@ def parts_of(
     The number keeps all processors busy to the end; a traced graph, which does not know sizes, takes four.
     """
     if isinstance(owned_tiles, int) and isinstance(tiles, int) and isinstance(most, int):
-        return balanced(owned_tiles, tiles, processors(device) * blocks.programs, min(most, tiles))
+        return balanced(owned_tiles, tiles, num_processors(device) * blocks.programs, min(most, tiles))
     per_part = (tiles + 3) // 4
     return (tiles + per_part - 1) // per_part, per_part
 
@@ -284,14 +288,14 @@ def constants_of(operands: Operands, blocks: Blocks) -> dict[str, Any]:
 @flat_signature(Operands, returns=tuple[Tensor, Tensor, Tensor])
 def forward_op(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Runs `launch_forward` in traced graphs."""
-    return tuple(launch_forward(Operands(*operands), launch_traced))
+    return tuple(launch_forward(Operands(*operands), wrap_triton))
 
 
 @traceable_op("linear_logp_triton_backward")
 @flat_signature(Operands, OutputGrads, {"requested": list[bool]}, returns=list[Tensor])
 def backward_op(*arguments: Any) -> list[Tensor]:
     """Runs `launch_backward` in traced graphs; returns the `requested` gradients in order."""
-    grads = launch_backward(*rebuilt(arguments), launch_traced)
+    grads = launch_backward(*rebuilt(arguments), wrap_triton)
     return [gradient for gradient in grads if gradient is not None]
 
 

@@ -13,7 +13,6 @@ Changing Triton's settings (TRITON_DEBUG and the like) after the first launch wi
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
 from triton.runtime.driver import driver
 
 from recsys.ops.runtime.descriptors import ALIGNMENT, Boxes, gluon_descriptor, shape_of
+from recsys.ops.runtime.triton_support import num_processors
 
 LAUNCHED_BY = "3.6."
 """The version of Triton whose launchers take the arguments that `_relaunch` passes."""
@@ -157,14 +157,6 @@ def require_one_code(kernel: Any, first: int, numbers: tuple[int | float, ...]) 
                 f"{kernel.__name__}: parameter {parameter.name} belongs into do_not_specialize: later "
                 "launches take the code of the first whatever the number is"
             )
-
-
-@lru_cache(maxsize=64)
-def num_processors(device: torch.device) -> int:
-    """Returns how many programs run at a time: one per streaming multiprocessor."""
-    if device.type != "cuda":
-        return 4  # in the emulator: few programs, so that at least one has several tiles
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def programs_for(device: torch.device, units: int) -> int:

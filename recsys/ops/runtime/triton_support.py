@@ -72,7 +72,7 @@ def num_processors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a device: at least as many programs run at a
     time."""
     if device.type != "cuda":
-        return 4  # in the interpreter: few programs, so that at least one has several tiles
+        return 4  # in the interpreter or emulator: few programs, so that at least one has several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

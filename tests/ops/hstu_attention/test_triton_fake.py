@@ -82,9 +82,10 @@ def test_attention(biased, on_a_gpu):
 def test_cached_attention(biased, on_a_gpu):
     q, k, v = tensors(DIM, DIM, V_DIM)
     cache = tensors(DIM, V_DIM, rows=CACHED)
-    lengths = numbers(BATCH, BATCH + 1, BATCH, BATCH, BATCH + 1)
-    bias = [*tables(), *numbers(TOTAL, TOTAL, CACHED)] if biased else [None] * 5
-    out = cached_ops.hstu_attention_cached_triton._init_fn(q, k, v, *cache, *lengths, *bias, 1, *RULE)
+    *lengths, cached_lengths, cached_offsets = numbers(BATCH, BATCH + 1, BATCH, BATCH, BATCH + 1)
+    *bias, cached_times = [*tables(), *numbers(TOTAL, TOTAL, CACHED)] if biased else [None] * 5
+    cache = (*cache, cached_lengths, cached_offsets, cached_times, 1)
+    out = cached_ops.hstu_attention_cached_triton._init_fn(q, k, v, *lengths, *bias, 0, *RULE, False, *cache)
     assert out.shape == v.shape and out.device == v.device
 
 

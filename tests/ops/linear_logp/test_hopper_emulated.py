@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops.linear_logp import hopper_ops, launch, norms_of, reference, row_launch, triton_ops
+from recsys.ops.linear_logp import hopper_ops, norms_of, reference, row_launch, triton_ops
 from recsys.ops.linear_logp.recompute import Operands, OutputGrads, RequestedGrads, RowSums, projected
 from tests.tools.gluon_emulator import Emulated
 
@@ -15,7 +15,7 @@ def emulated(monkeypatch):
     """Emulates the Hopper kernels; PyTorch does the work of Triton's, such as gradients of narrow rows."""
     for kernel in ("forward_kernel", "gradient_kernel", "row_sums_kernel", "score_grads_kernel"):
         monkeypatch.setattr(hopper_ops, kernel, Emulated(getattr(hopper_ops, kernel)))
-    monkeypatch.setattr(launch, "processors", lambda device: 3)
+    monkeypatch.setattr(hopper_ops, "num_processors", lambda device: 3)
 
     def row_sums_of(operands, maxima, totals):
         best = maxima.amax(0)

@@ -271,10 +271,9 @@ def test_the_number_of_parts_changes_nothing_but_rounding(number, monkeypatch):
 @pytest.mark.parametrize("full", [False, True])
 def test_the_library_ops(full, monkeypatch):
     """Schemas and shapes without numbers, on which a compiler relies."""
-    from recsys.ops.linear_logp import launch, triton_ops
+    from recsys.ops.linear_logp import triton_ops
 
-    monkeypatch.setattr(launch, "wrap_triton", WithNumbersOnly)
-    monkeypatch.setattr(launch, "_launch", None)
+    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
     given = problem(40, 50, 9, ids=full, bias=full).cast(torch.float32)
     arguments = given.tensors | given.options
     arguments["target"].clamp_(min=-1)

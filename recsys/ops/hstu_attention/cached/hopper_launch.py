@@ -12,7 +12,8 @@ from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.hstu_attention.work_list import cached_work
 from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
 from recsys.ops.runtime.gluon_pieces import STRIP
-from recsys.ops.runtime.hopper_launch import launch, num_processors, programs_for, zero_counter
+from recsys.ops.runtime.hopper_launch import launch, programs_for, zero_counter
+from recsys.ops.runtime.triton_support import num_processors
 
 WARPS = 4
 """Warps per strip."""

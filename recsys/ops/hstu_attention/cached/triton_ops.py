@@ -17,7 +17,7 @@ from torch.library import wrap_triton
 
 from recsys.ops.hstu_attention.bias.kernels import load_times
 from recsys.ops.hstu_attention.bias.launch import LARGEST_BLOCK, bias_arguments, cached_times
-from recsys.ops.hstu_attention.problem import CachedProblem, mask_fields
+from recsys.ops.hstu_attention.problem import CachedProblem, FlatProblem, Problem, flattened
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from recsys.ops.hstu_attention.triton.forward import add_blocks
 from recsys.ops.hstu_attention.triton.launch import (
@@ -49,7 +49,6 @@ from recsys.ops.hstu_attention.work_list.item import (
 )
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.relative_bias import CachedRelativeBias
 from recsys.ops.runtime.registration import flat_signature, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
@@ -120,72 +119,48 @@ def num_parts(problem: CachedProblem, blocks: Blocks, num_heads: int, device: to
     return 1 << max(limit, 1).bit_length() - 1
 
 
-class FlatCachedProblem(NamedTuple):
-    """A problem and the cache as the library op takes them."""
+class FlatCache(NamedTuple):
+    """The cache as the library op takes it, after the problem of the new tokens."""
 
     cache_k: Tensor
     cache_v: Tensor
-    lengths: Tensor
-    offsets: Tensor
-    num_targets: Tensor
     cache_lengths: Tensor
     cache_offsets: Tensor
-    position_table: Tensor | None
-    time_table: Tensor | None
-    timestamps: Tensor | None
-    next_timestamps: Tensor | None
     cache_timestamps: Tensor | None
-    num_contextual: int
-    window: int | None
-    prefix: int
-    target_window: bool
-    target_group_size: int
-    contextual_reads_history: bool
-    alpha: float
-    scale_len: float
+    num_cached_contextual: int
 
-    def rebuilt(self, total_len: int) -> CachedProblem:
-        """Returns the problem for `total_len` new tokens."""
-        cached = self.cache_k.shape[0]  # the numbers of rows are upper bounds of the longest sample, too
-        layout = SequenceLayout.trusted(
-            self.lengths, self.offsets, self.num_targets, 0, total_len, total_len, total_len
-        )
+    def of(self, new: Problem) -> CachedProblem:
+        """Returns the problem; the number of cached rows bounds the longest sample, too."""
+        size = self.cache_k.shape[0]
         no_targets = torch.zeros_like(self.cache_lengths)
         cache_layout = SequenceLayout.trusted(
-            self.cache_lengths, self.cache_offsets, no_targets, self.num_contextual, cached, cached, 0
+            self.cache_lengths, self.cache_offsets, no_targets, self.num_cached_contextual, size, size, 0
         )
-        mask = AttentionMask(*mask_fields(self))
-        bias = None
-        if self.position_table is not None and self.time_table is not None:
-            if self.timestamps is None or self.next_timestamps is None or self.cache_timestamps is None:
-                raise ValueError("bias tables without timestamps, next_timestamps and cache_timestamps")
-            times = (self.timestamps, self.next_timestamps, self.cache_timestamps)
-            bias = CachedRelativeBias(self.position_table, self.time_table, *times)
-        return CachedProblem(layout, mask, self.alpha, self.scale_len, bias, cache_layout=cache_layout)
+        bias = new.bias
+        if bias is not None:
+            if self.cache_timestamps is None:
+                raise ValueError("bias tables without cache_timestamps")
+            bias = bias.with_cache(self.cache_timestamps)
+        return CachedProblem(new.layout, new.mask, new.alpha, new.scale_len, bias, cache_layout=cache_layout)
 
 
 def call_op(
     q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem
 ) -> Tensor:
     """Call the library op, for traced graphs."""
-    layout, cache_layout, bias = problem.layout, problem.cache_layout, problem.bias
-    times = (None, None, None)
-    if bias is not None:
-        times = (bias.timestamps, bias.next_timestamps, bias.cache_timestamps)
-    return hstu_attention_cached_triton(
-        *(q, k, v, cache_k, cache_v),
-        *(layout.lengths, layout.offsets, layout.num_targets),
-        *(cache_layout.lengths, cache_layout.offsets, *problem.tables, *times, cache_layout.num_contextual),
-        *(*mask_fields(problem.mask), problem.alpha, problem.scale_len),
-    )
+    layout, bias = problem.cache_layout, problem.bias
+    times = None if bias is None else bias.cache_timestamps
+    cache = FlatCache(cache_k, cache_v, layout.lengths, layout.offsets, times, layout.num_contextual)
+    return hstu_attention_cached_triton(q, k, v, *flattened(problem), *cache)
 
 
 @traceable_op("hstu_attention_cached_triton")
-@flat_signature(dict.fromkeys(("q", "k", "v"), Tensor), FlatCachedProblem, returns=Tensor)
+@flat_signature(dict.fromkeys(("q", "k", "v"), Tensor), FlatProblem, FlatCache, returns=Tensor)
 def hstu_attention_cached_triton(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor:
-    """Compute `hstu_attention_cached` with the cache, its layouts, mask and bias passed as flat arguments."""
-    given = FlatCachedProblem(*flat)
-    return forward(q, k, v, given.cache_k, given.cache_v, given.rebuilt(q.shape[0]), wrap_triton)
+    """Compute `hstu_attention_cached` for a flattened problem and cache."""
+    new, cache = FlatProblem(*flat[: len(FlatProblem._fields)]), FlatCache(*flat[len(FlatProblem._fields) :])
+    problem = cache.of(new.rebuilt(q.shape[0]))
+    return forward(q, k, v, cache.cache_k, cache.cache_v, problem, wrap_triton)
 
 
 @triton.jit(

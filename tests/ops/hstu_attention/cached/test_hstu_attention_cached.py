@@ -217,12 +217,13 @@ def test_the_library_op_in_the_interpreter(monkeypatch):
         tensors = [t.detach().float() for t in qkv(sum(sample.length for sample in batch), dim=3, v_dim=5)]
         q, k, v, layout, cache_k, cache_v, cached = parts.arguments(*tensors)
         bias = parts.bias(relative_bias(sum(sample.length for sample in batch), rows=2))
-        tables = (bias.position_table.float(), bias.time_table.float(), bias.timestamps)
-        times = (bias.next_timestamps, bias.cache_timestamps)
-        lengths = (layout.lengths, layout.offsets, layout.num_targets, cached.lengths, cached.offsets)
-        for more in ((*tables, *times), (None,) * 5):
-            arguments = (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, cache_k, cache_v, *lengths)
-            arguments = (*arguments, *more, 1, 3, 2, False, 2, True, 0.5, 8.0)
+        tables = (bias.position_table.float(), bias.time_table.float())
+        times = (bias.timestamps, bias.next_timestamps)
+        lengths = (layout.lengths, layout.offsets, layout.num_targets)
+        kept = (cache_k, cache_v, cached.lengths, cached.offsets)
+        for more, last in (((*tables, *times), bias.cache_timestamps), ((None,) * 4, None)):
+            arguments = (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, *lengths, *more)
+            arguments = (*arguments, 0, 3, 2, False, 2, True, 0.5, 8.0, False, *kept, last, 1)
             harness.opcheck(triton_ops.hstu_attention_cached_triton, arguments)
 
 
