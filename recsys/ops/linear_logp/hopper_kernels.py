@@ -17,7 +17,11 @@ Related values travel as tuples:
     vectors   top, sign, of_target, rows: one value per row of hidden, padded to whole tiles
     buffers   owned and streamed in shared memory; two pairs of vectors per strip
     barriers  full and free of owned and streamed
-    SIZES     BLOCK_D, BLOCK_N, STAGES, STRIPS
+    SIZES     BLOCK_D, BLOCK_N, STAGES, STRIPS, PIECES
+
+A row has `PIECES` pieces of `BLOCK_D` columns, each with a buffer of its own. Rows of up to 256 columns are
+one piece. Of wider rows of hidden a tile stays in shared memory whole, and those of the weight pass through
+it piece by piece.
     KIND      OF_WEIGHT, HAS_TARGET, WITH_SCALE
 
 No product is in flight at the end of a loop body: ptxas (13.5) would otherwise put a wait behind every
@@ -36,7 +40,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, next_stage
+from recsys.ops.runtime.gluon_pieces import (
+    RAGGED_ROWS,
+    STRIP,
+    init_rings,
+    new_buffers,
+    new_ring,
+    next_stage,
+)
 
 LOG2E = gl.constexpr(math.log2(math.e))
 
@@ -60,12 +71,12 @@ def extent(unit, work, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(descriptor, first, count, full, buffer):
-    """Starts to load rows from `first` on, out of `count` rows, into `buffer`; the barrier `full` expects
-    them."""
-    mbarrier.expect(full, descriptor.block_type.nbytes)
+def load_piece(descriptor, first, piece, count, full, buffer):
+    """Starts to load one piece of the rows from `first` on, out of `count` rows, into `buffer`; its barrier
+    `full` already expects it."""
+    WIDTH: gl.constexpr = descriptor.block_shape[3]
     rows = RAGGED_ROWS - count + first
-    tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, count, rows, 0], full, buffer)
+    tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, count, rows, piece * WIDTH], full, buffer)
 
 
 @gluon.jit
@@ -74,7 +85,7 @@ def loading_warp(owned_desc, streamed_desc, buffers, barriers, work, SIZES: gl.c
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
-    owned_buffer, streamed_buffer = buffers[0], buffers[1]
+    PIECES: gl.constexpr = SIZES[4]
     owned_full, owned_free, full, free = barriers
     cursor = (gl.to_tensor(0), gl.to_tensor(1))  # waiting for the parity before the first returns at once
     turn = gl.to_tensor(0)
@@ -84,16 +95,47 @@ def loading_warp(owned_desc, streamed_desc, buffers, barriers, work, SIZES: gl.c
         for strip in gl.static_range(STRIPS):
             mbarrier.wait(owned_free.index(strip), turn % 2 ^ 1)
             row = (tile * STRIPS + strip) * STRIP
-            load_rows(owned_desc, row, work[0], owned_full.index(strip), owned_buffer.index(strip))
+            mbarrier.expect(owned_full.index(strip), PIECES * owned_desc.block_type.nbytes)
+            for piece in gl.static_range(PIECES):
+                owned = buffers[0].index(strip * PIECES + piece)
+                load_piece(owned_desc, row, piece, work[0], owned_full.index(strip), owned)
         for block in range(start, end):
-            stage, parity = cursor
-            mbarrier.wait(free.index(stage), parity)
-            load_rows(
-                streamed_desc, block * BLOCK_N, work[1], full.index(stage), streamed_buffer.index(stage)
-            )
-            cursor = next_stage(cursor, STAGES)
+            for piece in gl.static_range(PIECES):
+                stage, parity = cursor
+                mbarrier.wait(free.index(stage), parity)
+                row = block * BLOCK_N
+                mbarrier.expect(full.index(stage), streamed_desc.block_type.nbytes)
+                streamed = buffers[1].index(stage)
+                load_piece(streamed_desc, row, piece, work[1], full.index(stage), streamed)
+                cursor = next_stage(cursor, STAGES)
         turn += 1
         unit += gl.num_programs(0)
+
+
+@gluon.jit
+def scores_of(strip: gl.constexpr, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
+    """Computes the scores of one block; returns them and the cursor of the block's last piece."""
+    BLOCK_D: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    PIECES: gl.constexpr = SIZES[4]
+    full, free = barriers[2], barriers[3]
+    score = nothing
+    for piece in gl.static_range(PIECES):
+        before = cursor[0]
+        if piece > 0:
+            cursor = next_stage(cursor, STAGES)
+        stage, parity = cursor
+        owned = buffers[0].index(strip * PIECES + piece).reshape([STRIP, BLOCK_D])
+        streamed = buffers[1].index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+        mbarrier.wait(full.index(stage), parity)
+        score = warpgroup_mma(owned, streamed, score, use_acc=piece > 0, is_async=True)
+        if piece > 0:
+            score = warpgroup_mma_wait(1, deps=(score,))
+            mbarrier.arrive(free.index(before))
+    score = warpgroup_mma_wait(0, deps=(score,))
+    mbarrier.arrive(free.index(cursor[0]))
+    return score, cursor
 
 
 @gluon.jit
@@ -114,33 +156,25 @@ def summing_group(
     strip: gl.constexpr, maximum, total, buffers, barriers, work, power, scale, SIZES: gl.constexpr
 ):
     """Computes the maximum and sum of the scaled scores of one strip, for each unit."""
-    BLOCK_D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     rows: gl.constexpr = gl.SliceLayout(1, scores)
-    owned_full, owned_free, full, free = barriers
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
     unit = gl.program_id(0)
     while unit < work[3]:
         tile, part, start, end = extent(unit, work, BLOCK_N)
-        mbarrier.wait(owned_full.index(strip), turn % 2)
-        owned = buffers[0].index(strip).reshape([STRIP, BLOCK_D])
+        mbarrier.wait(barriers[0].index(strip), turn % 2)
         best = gl.full([STRIP], float("-inf"), gl.float32, rows)
         sums = gl.zeros([STRIP], gl.float32, rows)
         for block in range(start, end):
-            stage, parity = cursor
-            streamed = buffers[1].index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-            mbarrier.wait(full.index(stage), parity)
-            score = warpgroup_mma(owned, streamed, nothing, use_acc=False, is_async=True)
-            score = warpgroup_mma_wait(0, deps=(score,))
-            mbarrier.arrive(free.index(stage))
+            score, cursor = scores_of(strip, cursor, buffers, barriers, nothing, SIZES)
             best, sums = add_scores(best, sums, score, block, work, power)
             cursor = next_stage(cursor, STAGES)
-        mbarrier.arrive(owned_free.index(strip))
+        mbarrier.arrive(barriers[1].index(strip))
         i = (tile * STRIPS + strip) * STRIP + gl.arange(0, STRIP, rows)
         out = part.to(gl.int64) * work[0] + i
         gl.store(maximum + out, best * scale, mask=i < work[0])
@@ -153,7 +187,7 @@ def summing_group(
 def forward_kernel(
     owned_desc, streamed_desc, scale, maximum, total, num_owned, num_streamed, num_tiles, num_units, per_part,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
-    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+    PIECES: gl.constexpr, COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Writes maximum and total [parts, num_owned] float32 of the scaled scores for each part of the
     candidates.
@@ -161,8 +195,8 @@ def forward_kernel(
     scale: [1] float32. A unit is a tile of hidden and a part of the weight; tiles vary fastest, so that
         concurrent programs share candidates.
     """
-    SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS)
-    buffers, barriers = prepared(owned_desc, streamed_desc, SIZES, 1)
+    SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS, PIECES)
+    buffers, barriers = prepared(owned_desc, streamed_desc, SIZES)
     work = (num_owned, num_streamed, num_tiles, num_units, per_part)
     factor = gl.load(scale)
     power = factor * LOG2E
@@ -178,28 +212,17 @@ def forward_kernel(
 
 
 @gluon.jit
-def prepared(owned_desc, streamed_desc, SIZES: gl.constexpr, CHUNKS: gl.constexpr):
-    """Allocates buffers for the operands, `CHUNKS` per strip, and initializes their barriers."""
+def prepared(owned_desc, streamed_desc, SIZES: gl.constexpr):
+    """Allocates buffers for the operands, and initializes their barriers."""
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
-    owned_buffer = gl.allocate_shared_memory(
-        owned_desc.dtype, [STRIPS * CHUNKS] + owned_desc.block_shape, owned_desc.layout
-    )
-    streamed_buffer = gl.allocate_shared_memory(
-        streamed_desc.dtype, [STAGES] + streamed_desc.block_shape, streamed_desc.layout
-    )
-    owned_full = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
-    owned_free = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for strip in gl.static_range(STRIPS):
-        mbarrier.init(owned_full.index(strip), count=1)
-        mbarrier.init(owned_free.index(strip), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=STRIPS)
+    buffers = (new_buffers(owned_desc, STRIPS * SIZES[4]), new_buffers(streamed_desc, STAGES))
+    owned_full, owned_free = new_ring(STRIPS)
+    full, free = new_ring(STAGES)
+    init_rings(((owned_full, owned_free),), STRIPS, 1)
+    init_rings(((full, free),), STAGES, STRIPS)
     fence_async_shared()
-    return (owned_buffer, streamed_buffer), (owned_full, owned_free, full, free)
+    return buffers, (owned_full, owned_free, full, free)
 
 
 @gluon.jit
@@ -405,9 +428,9 @@ def gradient_kernel(
     scale: [1] float32; top, sign, of_target, rows and marks are as `upstream_kernel` writes them. A program
         that owns rows of hidden applies their sign at the end.
     """
-    SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS)
+    SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS, 1)
     KIND: gl.constexpr = (OF_WEIGHT, HAS_TARGET, WITH_SCALE)
-    buffers, barriers = prepared(owned_desc, streamed_desc, SIZES, 1)
+    buffers, barriers = prepared(owned_desc, streamed_desc, SIZES)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keep = gl.allocate_shared_memory(gl.float32, [4 * STRIPS, BLOCK_N], line)
     work = (num_owned, num_streamed, num_tiles, num_units, per_part)

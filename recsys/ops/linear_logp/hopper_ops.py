@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recsys.ops.linear_logp import launch, row_launch, triton_ops
 from recsys.ops.linear_logp.hopper_kernels import STRIP, forward_kernel, gradient_kernel
-from recsys.ops.linear_logp.hopper_wide import CHUNK, row_sums_kernel, score_grads_kernel
+from recsys.ops.linear_logp.hopper_wide import score_grads_kernel
 from recsys.ops.linear_logp.recompute import (
     Backend,
     Gradients,
@@ -62,9 +62,12 @@ WIDE_FROM = 257
 """Width in columns from which on the gradients of the scores are written to memory, one section of the
 candidates at a time."""
 
+WIDE_COLUMNS = 64
+"""Columns per piece of a wide row: 128 bytes, one line of shared memory as the tensor cores read it."""
+
 WIDE_SUMS = KernelSizes(128, 5, 2, 240)
 WIDE_SCORE_GRADS = KernelSizes(128, 3, 2, 240)
-"""In wide rows a stage holds 64 columns of the weight."""
+"""Sizes for wide rows, of which a stage holds one piece."""
 
 SECTION_NUMBERS = 1 << 25
 """Score gradients that are held in memory at a time: 64 MiB."""
@@ -128,17 +131,18 @@ def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
     """Computes the maximum and the sum of each row over each part of the candidates, [parts, N] each."""
     hidden, weight, _, scale, *_ = operands
     width = width_of(operands)
-    kernel, sizes = (forward_kernel, FORWARD[width]) if width < WIDE_FROM else (row_sums_kernel, WIDE_SUMS)
+    columns, pieces = pieces_of(width)
+    sizes = WIDE_SUMS if is_wide(operands) else FORWARD[width]
     cut = cut_for(hidden, weight, sizes, launch.MAX_PARTS)
     maxima, totals = (scale.new_empty(cut.parts, hidden.shape[0]) for _ in range(2))
     launch_kernel(
-        kernel,
+        forward_kernel,
         (hidden.dtype, width, sizes),
         cut.programs,
-        boxes(hidden, weight, sizes, width if width < WIDE_FROM else CHUNK.value),
+        boxes(hidden, weight, sizes, columns),
         (scale, maxima, totals),
         cut.numbers,
-        lambda: constants_of(sizes, width),
+        lambda: constants_of(sizes, columns) | {"PIECES": pieces},
     )
     return maxima, totals
 
@@ -288,16 +292,16 @@ def _launch_score_grads(
     cut = cut_for(hidden, others, sizes, launch.MAX_PARTS)
     grad_scale = scale.new_empty(cut.parts, hidden.shape[0]) if with_scale else scale
     kind = {"HAS_TARGET": target is not None, "WITH_SCALE": with_scale}
-    width = width_of(operands)
+    columns, pieces = pieces_of(width_of(operands))
     block = sizes.others
     launch_kernel(
         score_grads_kernel,
-        (hidden.dtype, width, sizes, *kind.values()),
+        (hidden.dtype, pieces, sizes, *kind.values()),
         cut.programs,
-        (*boxes(hidden, others, sizes, CHUNK.value), Boxes(score_grads.unsqueeze(1), STRIP.value, block)),
+        (*boxes(hidden, others, sizes, columns), Boxes(score_grads.unsqueeze(1), STRIP.value, block)),
         (scale, *vectors.unbind(0), rows, marks, grad_scale),
         (*cut.numbers, section.start // block, -(-weight.shape[0] // block)),
-        lambda: constants_of(sizes, width) | kind,
+        lambda: constants_of(sizes, columns) | kind | {"PIECES": pieces},
     )
     return grad_scale
 
@@ -326,11 +330,10 @@ def boxes(owned: Tensor, streamed: Tensor, sizes: KernelSizes, width: int) -> tu
     return Boxes(owned, STRIP.value, width), Boxes(streamed, sizes.others, width)
 
 
-def constants_of(sizes: KernelSizes, width: int) -> dict[str, Any]:
-    """Returns the compile-time constants of the kernels, by the names of their parameters."""
-    columns = {"BLOCK_D": width} if width < WIDE_FROM else {"CHUNKS": width // CHUNK.value}
+def constants_of(sizes: KernelSizes, columns: int) -> dict[str, Any]:
+    """Returns the compile-time constants that all kernels have, by the names of their parameters."""
     return {
-        **columns,
+        "BLOCK_D": columns,
         "BLOCK_N": sizes.others,
         "STAGES": sizes.stages,
         "STRIPS": sizes.strips,
@@ -344,8 +347,13 @@ def width_of(operands: Operands) -> int:
     """Returns the columns of a block that holds whole rows."""
     columns = operands.hidden.shape[1]
     if columns >= WIDE_FROM:
-        return -(-columns // CHUNK.value) * CHUNK.value
+        return -(-columns // WIDE_COLUMNS) * WIDE_COLUMNS
     return max(64, launch.padded_width(columns))
+
+
+def pieces_of(width: int) -> tuple[int, int]:
+    """Returns the columns per piece of a row, and the number of pieces."""
+    return (width, 1) if width < WIDE_FROM else (WIDE_COLUMNS, width // WIDE_COLUMNS)
 
 
 BACKEND = Backend(

@@ -41,7 +41,7 @@ def widths(table, usual):
 def test_the_sums(width, tmp_path):
     sizes = hopper_ops.FORWARD[width]
     boxes = {"owned_desc": (64, width), "streamed_desc": (sizes.others, width)}
-    constants = hopper_ops.constants_of(sizes, width)
+    constants = hopper_ops.constants_of(sizes, width) | {"PIECES": 1}
     made, loops = assembled(hopper_kernels.forward_kernel, constants, boxes, tmp_path)
     check_resources(made, sizes)
     assert len(loops) == sizes.strips
@@ -78,14 +78,16 @@ def _between(i, waits):
     return waits[0] < i < waits[1] or waits[2] < i < waits[3]
 
 
-@pytest.mark.parametrize("kernel", ["row_sums", "score_grads"])
-def test_wide_rows(kernel, tmp_path):
-    sizes = hopper_ops.WIDE_SUMS if kernel == "row_sums" else hopper_ops.WIDE_SCORE_GRADS
+WIDE = [
+    (hopper_kernels.forward_kernel, hopper_ops.WIDE_SUMS),
+    (hopper_wide.score_grads_kernel, hopper_ops.WIDE_SCORE_GRADS),
+]
+
+
+@pytest.mark.parametrize(("kernel", "sizes"), WIDE)
+def test_wide_rows(kernel, sizes, tmp_path):
     boxes = {"owned_desc": (64, 64), "streamed_desc": (sizes.others, 64), "out_desc": (64, sizes.others)}
-    constants = hopper_ops.constants_of(sizes, 512)
-    if kernel == "score_grads":
-        constants |= {"HAS_TARGET": True, "WITH_SCALE": False}
-    function = getattr(hopper_wide, f"{kernel}_kernel")
-    made, loops = assembled(function, constants, boxes, tmp_path)
+    constants = hopper_ops.constants_of(sizes, 64) | {"PIECES": 8, "HAS_TARGET": True, "WITH_SCALE": False}
+    made, loops = assembled(kernel, constants, boxes, tmp_path)
     check_resources(made, sizes)
     assert len(loops) == sizes.strips

@@ -13,7 +13,7 @@ from tests.tools.gluon_emulator import Emulated
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """Emulates the Hopper kernels; PyTorch does the work of Triton's, such as gradients of narrow rows."""
-    for kernel in ("forward_kernel", "gradient_kernel", "row_sums_kernel", "score_grads_kernel"):
+    for kernel in ("forward_kernel", "gradient_kernel", "score_grads_kernel"):
         monkeypatch.setattr(hopper_ops, kernel, Emulated(getattr(hopper_ops, kernel)))
     monkeypatch.setattr(hopper_ops, "num_processors", lambda device: 3)
 
