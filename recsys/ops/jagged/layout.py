@@ -161,49 +161,29 @@ class SequenceLayout(LayoutFacts):
             max_len=tokens,
         )
 
-    def contextual_only(self) -> Selection:
-        """Select the contextual tokens."""
-        total_len = self.batch_size * self.num_contextual
-        layout = self._derive(
-            lambda lengths, num_targets: (
-                torch.full_like(lengths, self.num_contextual),
-                torch.zeros_like(lengths),
-            ),
-            self.num_contextual,
-            total_len=total_len,
-            total_targets=0,
-        )
-        return Selection(layout, self._source_rows(layout, torch.zeros_like(self.lengths)))
-
     def history_only(self) -> Selection:
         """Select the history tokens, as samples without contextual and target tokens."""
         if self.parts:
             return self._of_parts(lambda part: part.history_only())
-        total_len = self.total_len - self.total_targets - self.batch_size * self.num_contextual
-        layout = self._derive(
-            lambda lengths, num_targets: (
-                lengths - num_targets - self.num_contextual,
-                torch.zeros_like(lengths),
-            ),
-            num_contextual=0,
-            total_len=total_len,
+        first = self.num_contextual
+        return self._one_run(
+            lambda lengths, num_targets: (lengths - num_targets - first, torch.zeros_like(lengths)),
+            torch.full_like(self.lengths, first),
+            total_len=self.total_len - self.total_targets - self.batch_size * first,
             total_targets=0,
-        )
-        return Selection(
-            layout, self._source_rows(layout, torch.full_like(self.lengths, self.num_contextual))
         )
 
     def without_targets(self) -> Selection:
         """Select the contextual and the history tokens."""
         if self.parts:
             return self._of_parts(lambda part: part.without_targets())
-        layout = self._derive(
+        return self._one_run(
             lambda lengths, num_targets: (lengths - num_targets, torch.zeros_like(lengths)),
+            torch.zeros_like(self.lengths),
             self.num_contextual,
             total_len=self.total_len - self.total_targets,
             total_targets=0,
         )
-        return Selection(layout, self._source_rows(layout, torch.zeros_like(self.lengths)))
 
     def targets_only(self) -> Selection:
         """Select the target tokens, as samples that consist of targets."""
@@ -212,13 +192,10 @@ class SequenceLayout(LayoutFacts):
     def _targets_only(self) -> Selection:
         if self.parts:
             return self._of_parts(lambda part: part.targets_only())
-        layout = self._derive(
-            lambda lengths, num_targets: (num_targets, num_targets),
-            num_contextual=0,
-            total_len=self.total_targets,
-            total_targets=self.total_targets,
+        total = self.total_targets
+        return self._one_run(
+            lambda lengths, num_targets: (num_targets, num_targets), self.history_end, 0, total, total
         )
-        return Selection(layout, self._source_rows(layout, self.history_end))
 
     def targets_between(self, start: int, stop: int) -> Selection:
         """Select targets `start` to `stop - 1` of every sample, as far as they exist.
@@ -232,8 +209,7 @@ class SequenceLayout(LayoutFacts):
             count = (num_targets - start).clamp(0, stop - start)
             return count, count
 
-        layout = self._derive(kept, num_contextual=0, total_len=None, total_targets=None)
-        return Selection(layout, self._source_rows(layout, self.history_end + start))
+        return self._one_run(kept, self.history_end + start)
 
     def select(self, samples: Sequence[int]) -> Selection:
         """Select samples in the given order, each as often as it is named; in a joined layout, from every
@@ -264,8 +240,8 @@ class SequenceLayout(LayoutFacts):
     def assemble_index(self) -> Tensor:
         """Return int64 [T]: row of each token in `cat([all contextual rows, all uih rows, all target rows])`.
 
-        Each of the three blocks is jagged by sample, in the order of the samples, just as `contextual_only`,
-        `history_only` and `targets_only` select it.
+        Each of the three blocks is jagged by sample, in the order of the samples, just as `history_only` and
+        `targets_only` select it.
         """
         if triton_support.has_kernels(self.device):
             return self._tokens().assemble_index
@@ -288,6 +264,19 @@ class SequenceLayout(LayoutFacts):
             return token + torch.repeat_interleave(shift, lengths, output_size=self.total_len)
 
         return self.memo("disassemble_index", build)
+
+    def _one_run(
+        self,
+        rule: _Rule,
+        first: Tensor,
+        num_contextual: int = 0,
+        total_len: int | None = None,
+        total_targets: int | None = None,
+    ) -> Selection:
+        """Select one run of tokens of each sample, from position `first` [B] on; the others are as for
+        `_derive`."""
+        layout = self._derive(rule, num_contextual, total_len, total_targets)
+        return Selection(layout, self._source_rows(layout, first))
 
     def _source_rows(self, derived: SequenceLayout, first: Tensor) -> Tensor:
         """Return the source row of each token of `derived`, which has one run per sample, from position

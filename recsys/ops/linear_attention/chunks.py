@@ -16,19 +16,16 @@ from torch import Tensor
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.layout_facts import offsets_from_lengths
 
-CHUNK_COLUMNS = ("sample", "first row", "number of tokens", "1 if they are targets")
-
-SEGMENT_COLUMNS = ("sample", "first chunk", "chunks of history", "chunks of targets behind them")
-"""Columns of `ChunkTable.segments`. Only the last segment of a sample has the sample's targets."""
-
 
 class ChunkTable(NamedTuple):
     """Chunks of a layout, sample by sample: first those of the history, then those of the targets."""
 
     chunks: Tensor
-    """int64 [upper bound on chunks, 4], see `CHUNK_COLUMNS`; surplus rows have no tokens."""
+    """int64 [upper bound on chunks, 4]: sample, first row, number of tokens, 1 if they are targets. Surplus
+    rows have no tokens."""
     segments: Tensor
-    """int64 [upper bound on segments, 4], see `SEGMENT_COLUMNS`; surplus rows have sample -1."""
+    """int64 [upper bound on segments, 4]: sample, first chunk, chunks of history, chunks of targets behind
+    them, which only the last segment of a sample has. Surplus rows have sample -1."""
     segment_offsets: Tensor
     """int64 [B + 1], the first segment of each sample; every sample has at least one."""
 

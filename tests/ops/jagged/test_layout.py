@@ -153,7 +153,6 @@ def test_each_kind_can_be_cut_out_and_put_together_again(trusted, batch, runner)
     for row, token in enumerate(tokens_of(*batch)):
         rows[token.kind].append(row)
     parts = {
-        CONTEXTUAL: (layout.contextual_only(), contextual, [(0, 0) for _ in shapes]),
         UIH: (layout.history_only(), 0, [(uih, 0) for uih, _ in shapes]),
         TARGET: (layout.targets_only(), 0, [(0, targets) for _, targets in shapes]),
     }
