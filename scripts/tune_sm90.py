@@ -40,7 +40,7 @@ CHANGES: dict[int, tuple[list[dict[str, int | bool]], list[dict[str, int | bool]
     ),
     128: (
         [{}, {"held": False}, {"q_tiles": 1, "stages": 5}, {"keys": 128, "stages": 2}],
-        [{}, {"out_in_q": False, "q_tiles": 1}],
+        [{}],
     ),
     256: ([{}, {"computing_registers": 240, "loading_registers": 24}, {"keys": 32, "stages": 4}], []),
 }

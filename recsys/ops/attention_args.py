@@ -3,7 +3,7 @@ backend."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,8 +23,11 @@ MAX_SAMPLES = 65_535
 class AttentionFacts:
     """Facts of a call from which a backend decides whether it can run; no values of tensors.
 
-    `histories_only` says that the tokens of a sample are of one kind, and that there are at most
-    `MAX_SAMPLES` samples. Only `of_one_kind` sets it.
+    Attributes:
+        histories_only: whether `fits_flash` holds and the tokens of each sample are of one kind; False for
+            ops that do not ask.
+        only_targets: whether all new tokens of a call with a cache are targets.
+        num_units: approximate number of tiles of new rows times heads; 0 where it does not matter.
     """
 
     device: str
@@ -37,9 +40,11 @@ class AttentionFacts:
     needs_grad: bool = False
     deterministic: bool = False
     histories_only: bool = False
+    only_targets: bool = False
+    num_units: int = 0
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _known_facts(*fields: Any) -> AttentionFacts:
     """Returns the facts of an earlier call with these fields: a lookup costs less than a new object."""
     return AttentionFacts(*fields)
@@ -50,10 +55,12 @@ def attention_facts(
     k: Tensor,
     v: Tensor,
     mask: AttentionMask,
-    bias: RelativeBias | None,
-    deterministic: bool | None,
+    bias: RelativeBias | None = None,
+    deterministic: bool | None = None,
+    *further: bool | int,
 ) -> AttentionFacts:
-    """Returns the facts of one call. `deterministic=None` follows `torch.use_deterministic_algorithms`."""
+    """Returns the facts of one call. `deterministic=None` follows `torch.use_deterministic_algorithms`;
+    `further` are the fields from `histories_only` on."""
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -72,6 +79,7 @@ def attention_facts(
         has_bias,
         needs_grad,
         is_deterministic(deterministic),
+        *further,
     )
 
 
@@ -123,10 +131,9 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
         raise ValueError(f"k must have the head dimension of q, {q.shape[2]}, got {k.shape[2]}")
 
 
-def of_one_kind(facts: AttentionFacts, layout: SequenceLayout) -> AttentionFacts:
-    """Returns the facts of a call whose samples have tokens of one kind, as FlashAttention takes them."""
-    is_traced = torch.compiler.is_compiling()
-    return facts if is_traced or layout.batch_size > MAX_SAMPLES else replace(facts, histories_only=True)
+def fits_flash(layout: SequenceLayout) -> bool:
+    """Returns whether FlashAttention can take as many samples, in an untraced call."""
+    return not torch.compiler.is_compiling() and layout.batch_size <= MAX_SAMPLES
 
 
 def check_cache(

@@ -8,6 +8,7 @@ from torch import Tensor
 from recsys.ops.beam_step import Beams, Extended, SeenLeaves, TrieEdges
 from recsys.ops.beam_step.triton_kernels import read_kernel, score_kernel
 from recsys.ops.runtime.launch import launch
+from recsys.ops.runtime.triton_support import block_width
 
 READ, STEP = 32, 128
 """Keys per program of `read_kernel`, and keys with which it compares them at a time."""
@@ -35,6 +36,6 @@ def run(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, seen: SeenLe
 
 def sizes_of(values: int, children: int) -> dict[str, int]:
     """Returns the compile-time constants of `score_kernel`, by the names of its parameters."""
-    block_v, block = (max(16, 1 << (count - 1).bit_length()) for count in (values, children))
+    block_v, block = (block_width(count) for count in (values, children))
     warps = max(4, max(block_v, block) // 256)
     return {"V": values, "BLOCK_V": block_v, "CHILDREN": children, "BLOCK": block, "num_warps": warps}

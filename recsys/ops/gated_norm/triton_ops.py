@@ -14,6 +14,7 @@ from recsys.ops.runtime.column_sums import sum_of_parts
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
+from recsys.ops.runtime.row_blocks import RowBlocks, row_blocks, with_dense_rows
 from recsys.ops.runtime.triton_support import num_processors
 
 ENTRIES = 2048
@@ -24,14 +25,6 @@ ENTRIES_PER_WARP, ENTRIES_PER_WARP_OF_FIVE = 512, 256
 
 WORKERS_PER_PROCESSOR = 2
 """Programs of the backward kernel per multiprocessor; each sums gradients of the parameters over its rows."""
-
-
-class Blocks(NamedTuple):
-    """Block sizes of a kernel."""
-
-    rows: int  # BLOCK_M, rows per block
-    columns: int  # BLOCK, columns per block
-    num_warps: int
 
 
 class GatedNorm(torch.autograd.Function):
@@ -67,8 +60,8 @@ def launch_forward(inputs: GateInputs, options: GateOptions, wrap: Wrap | None =
     out = torch.empty(num_rows, columns, dtype=attended.dtype, device=attended.device)
     if num_rows == 0:
         return out
-    attended, u = map(_with_dense_rows, (attended, u))
-    blocks = blocks_of(width // options.num_groups, ENTRIES_PER_WARP)
+    attended, u = map(with_dense_rows, (attended, u))
+    blocks = row_blocks(width // options.num_groups, ENTRIES, ENTRIES_PER_WARP, 1)
     launch(
         forward_kernel,
         (num_rows + blocks.rows - 1) // blocks.rows * options.num_groups,
@@ -100,9 +93,9 @@ def launch_backward(
     )
     if num_rows == 0:
         return GateGrads(grad_a, grad_u, weight.new_zeros(2, width))
-    grad_out, attended, u = map(_with_dense_rows, (grad_out, attended, u))
+    grad_out, attended, u = map(with_dense_rows, (grad_out, attended, u))
     per_warp = ENTRIES_PER_WARP_OF_FIVE if options.concat else ENTRIES_PER_WARP
-    blocks = blocks_of(width // options.num_groups, per_warp)
+    blocks = row_blocks(width // options.num_groups, ENTRIES, per_warp, 1)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(attended.device) // options.num_groups)
     sums = torch.empty(workers, 2, width, dtype=torch.float32, device=attended.device)
     strides = {
@@ -131,19 +124,7 @@ def launch_backward(
     return GateGrads(grad_a, grad_u, both.to(weight.dtype))
 
 
-def blocks_of(group_width: int, entries_per_warp: int) -> Blocks:
-    """Chooses blocks of whole rows of a group, with several rows if they are short."""
-    columns = max(16, 1 << (group_width - 1).bit_length())
-    rows = max(1, ENTRIES // columns)
-    return Blocks(rows, columns, max(1, rows * columns // entries_per_warp))
-
-
-def _with_dense_rows(tensor: Tensor) -> Tensor:
-    """Returns the tensor with a last stride of 1, as the kernels require."""
-    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
-
-
-def _constants(width: int, options: GateOptions, blocks: Blocks) -> dict[str, Any]:
+def _constants(width: int, options: GateOptions, blocks: RowBlocks) -> dict[str, Any]:
     """Returns the compile-time constants of the kernels, by the names of their parameters."""
     return {
         "W": int(width),

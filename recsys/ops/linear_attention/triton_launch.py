@@ -17,7 +17,7 @@ from recsys.ops.linear_attention.triton_chunks import (
 )
 from recsys.ops.linear_attention.triton_scan import combine_kernel, state_gradients_kernel, states_kernel
 from recsys.ops.runtime.launch import Wrap, launch
-from recsys.ops.runtime.triton_support import num_processors
+from recsys.ops.runtime.triton_support import block_width, num_processors
 
 CHUNK = 64
 """Tokens per chunk, a power of two and at least 16."""
@@ -64,7 +64,7 @@ class Problem(NamedTuple):
     def scan_constants(self, **others: Any) -> dict[str, Any]:
         """Compile-time constants of the kernels that carry the state."""
         blocks = {"BLOCK_V": self.scan_columns()}
-        return self._sizes(_block(self.q.shape[2])) | blocks | self._kind() | others
+        return self._sizes(block_width(self.q.shape[2])) | blocks | self._kind() | others
 
     def scan_launch(self) -> dict[str, int]:
         """Warps and stages of the kernels that carry the state."""
@@ -90,7 +90,7 @@ class Problem(NamedTuple):
 
     def out_constants(self) -> dict[str, Any]:
         """Compile-time constants of `out_kernel`."""
-        return self._sizes(_block(self.q.shape[2])) | OUT_LAUNCH
+        return self._sizes(block_width(self.q.shape[2])) | OUT_LAUNCH
 
     def chunk_constants(self, **others: Any) -> dict[str, Any]:
         """Compile-time constants of the kernels that process key columns in blocks."""
@@ -100,7 +100,7 @@ class Problem(NamedTuple):
             for name, tensor in (("Q", self.q), ("K", self.k), ("V", self.v))
         }
         strides["LEVELS"] = CHUNK.bit_length() - 1
-        return self._sizes(min(COLUMNS, _block(self.q.shape[2]))) | strides | self._kind() | others
+        return self._sizes(min(COLUMNS, block_width(self.q.shape[2]))) | strides | self._kind() | others
 
     def gradients_launch(self) -> dict[str, int]:
         """Warps and stages of `gradients_kernel`. With a decay a head and no delta rule it takes .72 times as
@@ -234,7 +234,7 @@ def decay_sums(log_decay: Tensor, table: ChunkTable, dtype: torch.dtype, wrap: W
     columns = log_decay.shape[1:].numel()
     if sums.numel() == 0:
         return sums
-    block = min(64, _block(columns))
+    block = min(64, block_width(columns))
     launch(
         decay_sums_kernel,
         table.chunks.shape[0] * (-(-columns // block)),
@@ -387,14 +387,9 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
-def _block(width: int) -> int:
-    """Returns the smallest power of two, at least 16, that covers `width` columns."""
-    return max(16, 1 << (int(width) - 1).bit_length())
-
-
 def _block_v(v_dim: int) -> int:
     """Returns the number of value columns per program."""
-    return min(COLUMNS, _block(v_dim))
+    return min(COLUMNS, block_width(v_dim))
 
 
 def _blocks_v(values: Tensor) -> int:

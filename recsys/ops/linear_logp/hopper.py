@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from recsys import environment
 from recsys.ops.linear_logp import LogpFacts
 from recsys.ops.linear_logp.recompute import Backend
 from recsys.ops.runtime import triton_support
@@ -28,8 +27,7 @@ Speedup over the Triton backend in wall-clock time, forward and backward, unit v
 
 _OPS = f"{__name__.rpartition('.')[0]}.hopper_ops"
 
-if (environment.installed_version("triton") or "").startswith(f"{triton_support.GLUON}."):
-    triton_support.preload(_OPS)
+triton_support.preload_gluon(_OPS)
 
 
 def supports(facts: LogpFacts) -> Support:
@@ -38,15 +36,11 @@ def supports(facts: LogpFacts) -> Support:
     Each pass copies rows that have to be normalized or whose size in bytes is no multiple of 16. Normalized
     rows are rounded once more than in the Triton backend.
     """
-    able = triton_support.support(facts.device, facts.dtype)
+    able = triton_support.hopper_support(facts.device, facts.dtype)
     if facts.weight_size < LEAST_WEIGHT:
         able = able._replace(auto=False)
-    if not able.ok or facts.device != "cuda":
-        return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
-    for missing in (triton_support.missing_for_hopper(), _missing_from_the_call(facts)):
-        if missing:
-            return able._replace(ok=False, reason=missing)
-    return able
+    missing = _missing_from_the_call(facts) if able.ok else ""
+    return able._replace(ok=False, reason=missing) if missing else able
 
 
 def _missing_from_the_call(facts: LogpFacts) -> str:

@@ -24,7 +24,7 @@ from recsys.ops.linear_logp.recompute import (
 )
 from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
 from recsys.ops.runtime.hopper_launch import launch as launch_kernel
-from recsys.ops.runtime.triton_support import num_processors
+from recsys.ops.runtime.triton_support import block_width, num_processors
 
 WARPS = 4
 """Warps per warp group."""
@@ -348,7 +348,7 @@ def width_of(operands: Operands) -> int:
     columns = operands.hidden.shape[1]
     if columns >= WIDE_FROM:
         return -(-columns // WIDE_COLUMNS) * WIDE_COLUMNS
-    return max(64, launch.padded_width(columns))
+    return block_width(columns, least=64)
 
 
 def pieces_of(width: int) -> tuple[int, int]:

@@ -47,11 +47,6 @@ def or_else(instead: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(instead if tensor is None else tensor for tensor in tensors)
 
 
-def padded_width(width: int) -> int:
-    """Returns the columns of a block that holds whole rows: a power of two, at least 16."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def precision() -> str:
     """Returns Triton's `input_precision` for float32 products, following PyTorch's setting."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -11,7 +11,6 @@ from torch import Tensor
 from recsys.ops.linear_logp.launch import (
     LARGEST_BLOCK,
     or_else,
-    padded_width,
     precision,
     tiles_of,
     to_whole_tiles,
@@ -24,6 +23,7 @@ from recsys.ops.linear_logp.triton_rows import (
     upstream_kernel,
 )
 from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.triton_support import block_width
 
 LOG2E = math.log2(math.e)
 
@@ -86,7 +86,7 @@ def project(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
     count, width = rows.shape[0], int(rows.shape[1])
     stride = int(grad.shape[1])
     out = grad if stride == width else grad.new_empty(count, width)
-    constants = {"D": width, "STRIDE": stride, "BLOCK": FEW_ROWS, "BLOCK_D": padded_width(width)}
+    constants = {"D": width, "STRIDE": stride, "BLOCK": FEW_ROWS, "BLOCK_D": block_width(width)}
     launch(
         project_kernel,
         tiles_of(count, FEW_ROWS),
@@ -200,7 +200,7 @@ def row_constants(operands: Operands) -> dict[str, Any]:
     return {
         "D": width,
         "BLOCK": ROWS,
-        "BLOCK_D": padded_width(width),
+        "BLOCK_D": block_width(width),
         "NORMED": operands.hidden_norms is not None,
         "BIASED": operands.bias is not None,
         "PRECISION": precision(),

@@ -13,7 +13,6 @@ from recsys.ops.linear_logp.launch import (
     PART_NUMBERS,
     balanced,
     or_else,
-    padded_width,
     precision,
     prepared,
     tiles_of,
@@ -40,7 +39,7 @@ from recsys.ops.linear_logp.row_launch import (
 from recsys.ops.linear_logp.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.registration import flat_signature, traceable_op
-from recsys.ops.runtime.triton_support import num_processors
+from recsys.ops.runtime.triton_support import block_width, num_processors
 
 
 class Blocks(NamedTuple):
@@ -262,7 +261,7 @@ def blocks_of(operands: Operands, table: dict[str, dict[int, Blocks]]) -> Blocks
         kind = "16 bits, ids"
     if operands.hidden.dtype == torch.float32:
         kind = "32 bits"
-    return table[kind][max(64, padded_width(int(operands.hidden.shape[1])))]
+    return table[kind][block_width(operands.hidden.shape[1], least=64)]
 
 
 def constants_of(operands: Operands, blocks: Blocks) -> dict[str, Any]:
@@ -272,7 +271,7 @@ def constants_of(operands: Operands, blocks: Blocks) -> dict[str, Any]:
         "D": width,
         "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.others,
-        "BLOCK_D": padded_width(width),
+        "BLOCK_D": block_width(width),
         "NORMED": operands.hidden_norms is not None,
         "BIASED": operands.bias is not None,
         "HAS_TARGET": operands.target is not None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from recsys.ops.norm_linear import NormLinearInputs, NormLinearOptions
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.column_sums import column_sums, linear, sum_of_parts, weight_gradient
 from recsys.ops.runtime.launch import launch
+from recsys.ops.runtime.row_blocks import RowBlocks, row_blocks, with_dense_rows
 from recsys.ops.runtime.triton_support import num_processors
 
 FORWARD_ENTRIES = 4096
@@ -25,14 +26,6 @@ ENTRIES_PER_WARP, LEAST_WARPS = 512, 4
 
 WORKERS_PER_PROCESSOR = 4
 """Programs of the backward kernel per multiprocessor; each sums gradients of the parameters over its rows."""
-
-
-class Blocks(NamedTuple):
-    """Block sizes of a kernel."""
-
-    rows: int  # BLOCK_M, rows per block
-    columns: int  # BLOCK, columns per block
-    num_warps: int
 
 
 def forward(inputs: NormLinearInputs, options: NormLinearOptions) -> Tensor:
@@ -79,7 +72,7 @@ def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
     out = torch.empty(num_rows, width, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    x, blocks = _with_dense_rows(x), forward_blocks(width)
+    x, blocks = with_dense_rows(x), forward_blocks(width)
     launch(
         forward_kernel,
         (num_rows + blocks.rows - 1) // blocks.rows,
@@ -99,7 +92,7 @@ def launch_norm_backward(
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows == 0:
         return grad_x, weight.new_zeros(2, width)
-    x, residual, blocks = _with_dense_rows(x), _with_dense_rows(residual), backward_blocks(width)
+    x, residual, blocks = with_dense_rows(x), with_dense_rows(residual), backward_blocks(width)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(x.device))
     sums = torch.empty(workers, 2, width, dtype=torch.float32, device=x.device)
     launch(
@@ -112,28 +105,18 @@ def launch_norm_backward(
     return grad_x, sum_of_parts(sums).to(weight.dtype)
 
 
-def forward_blocks(width: int) -> Blocks:
+def forward_blocks(width: int) -> RowBlocks:
     """Chooses blocks of whole rows, with several rows if they are short."""
-    return _blocks(width, FORWARD_ENTRIES)
+    return row_blocks(width, FORWARD_ENTRIES, ENTRIES_PER_WARP, LEAST_WARPS)
 
 
-def backward_blocks(width: int) -> Blocks:
+def backward_blocks(width: int) -> RowBlocks:
     """Chooses blocks of whole rows, with several rows if they are short."""
-    return _blocks(width, BACKWARD_ENTRIES if width <= SHORT else FEWER_ENTRIES)
+    entries = BACKWARD_ENTRIES if width <= SHORT else FEWER_ENTRIES
+    return row_blocks(width, entries, ENTRIES_PER_WARP, LEAST_WARPS)
 
 
-def _blocks(width: int, entries: int) -> Blocks:
-    columns = max(16, 1 << (width - 1).bit_length())
-    rows = max(1, entries // columns)
-    return Blocks(rows, columns, max(LEAST_WARPS, rows * columns // ENTRIES_PER_WARP))
-
-
-def _with_dense_rows(tensor: Tensor) -> Tensor:
-    """Returns the tensor with a last stride of 1 and a nonzero row stride, as the kernels require."""
-    return tensor if tensor.stride(1) == 1 and tensor.stride(0) != 0 else tensor.contiguous()
-
-
-def _constants(width: int, eps: float, blocks: Blocks) -> dict[str, Any]:
+def _constants(width: int, eps: float, blocks: RowBlocks) -> dict[str, Any]:
     """Returns the compile-time constants of the kernels, by the names of their parameters."""
     return {
         "W": int(width),

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recsys.ops.runtime.launch import launch
-from recsys.ops.runtime.triton_support import num_processors
+from recsys.ops.runtime.triton_support import block_width, num_processors
 
 COLUMNS = 128
 """Columns per program."""
@@ -75,7 +75,7 @@ def sum_of_parts(parts: Tensor) -> Tensor:
 
 def constants_of(width: int, stride: int) -> dict[str, int]:
     """Returns the compile-time constants of the kernel, by the names of its parameters."""
-    block = min(COLUMNS, max(16, 1 << (width - 1).bit_length()))
+    block = min(COLUMNS, block_width(width))
     return {"STRIDE": int(stride), "W": int(width), "BLOCK_M": ROWS, "BLOCK": block, "num_warps": 8}
 
 

@@ -46,6 +46,15 @@ def support(device: str, dtype: torch.dtype) -> Support:
     return Support(True, auto=device == "cuda")  # the interpreter runs only when named
 
 
+def hopper_support(device: str, dtype: torch.dtype) -> Support:
+    """Supports what `support` does, on a Hopper GPU and with the Triton that has the Gluon of the kernels."""
+    able = support(device, dtype)
+    if not able.ok or device != "cuda":
+        return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
+    missing = missing_for_hopper()
+    return able._replace(ok=False, reason=missing) if missing else able
+
+
 def has_kernels(device: torch.device) -> bool:
     """Returns True if code without a choice of backends should run kernels on this device now."""
     return device.type == "cuda" and _INSTALLED and not torch.compiler.is_compiling()
@@ -58,6 +67,12 @@ def preload(module: str) -> None:
         _MODULES[module] = importlib.import_module(module)
 
 
+def preload_gluon(module: str) -> None:
+    """Does what `preload` does, for a module of Gluon kernels."""
+    if (environment.installed_version("triton") or "").startswith(f"{GLUON}."):
+        preload(module)
+
+
 def load(module: str) -> ModuleType:
     """Returns a module of kernels, imported if necessary."""
     if not torch.compiler.is_compiling():
@@ -65,6 +80,11 @@ def load(module: str) -> ModuleType:
     if module not in _MODULES:
         _MODULES[module] = importlib.import_module(module)
     return _MODULES[module]
+
+
+def block_width(width: int, least: int = 16) -> int:
+    """Returns the columns of a block that holds whole rows: a power of two that covers `width`."""
+    return max(least, 1 << (int(width) - 1).bit_length())
 
 
 @lru_cache(maxsize=64)

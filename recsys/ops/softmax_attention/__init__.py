@@ -7,7 +7,7 @@ from torch import Tensor
 from recsys.ops.attention_args import (
     attention_facts,
     check_attention,
-    of_one_kind,
+    fits_flash,
     scale_of,
 )
 from recsys.ops.jagged.layout import SequenceLayout
@@ -51,10 +51,8 @@ def softmax_attention(
     check_attention(q, k, v, layout, mask)
     if alpha is not None:
         check_number("alpha", alpha)
-    facts = attention_facts(q, k, v, mask, bias=None, deterministic=None)
-    if not layout.num_contextual and not layout.total_targets:
-        facts = of_one_kind(facts, layout)
-    chosen = OP.select(facts, backend)
+    histories_only = fits_flash(layout) and not layout.num_contextual and not layout.total_targets
+    chosen = OP.select(attention_facts(q, k, v, mask, None, None, histories_only), backend)
     alpha = scale_of(q) if alpha is None else alpha
     OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha)
     return chosen.run(q, k, v, layout, mask, alpha=alpha)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from recsys.ops.runtime.triton_support import num_processors
+from recsys.ops.runtime.triton_support import block_width, num_processors
 from recsys.ops.top_k import TopK
 from recsys.ops.top_k.keys import items_of, scores_of
 from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measure_kernel, round_kernel
@@ -85,9 +85,7 @@ def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths
         return TopK(scores, torch.full_like(scores, -1, dtype=torch.int64))
     queries, items = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (queries, items))
     rounded = round_queries(queries, torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float16)
-    best = torch.empty(
-        len(queries), max(16, 1 << (k - 1).bit_length()), dtype=torch.int64, device=queries.device
-    )
+    best = torch.empty(len(queries), block_width(k), dtype=torch.int64, device=queries.device)
     on_device = Removed(removed, removed_lengths, queries.device)
     for start in range(0, len(queries), CHUNK_QUERIES):
         chunk = slice(start, start + CHUNK_QUERIES)
@@ -275,7 +273,7 @@ def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_item
 
 def padded_width(width: int) -> int:
     """Returns the columns of a block that holds whole rows."""
-    return max(64, 1 << (width - 1).bit_length())
+    return block_width(width, least=64)
 
 
 def _is_ready(items: Tensor) -> bool:

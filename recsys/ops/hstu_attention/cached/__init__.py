@@ -3,14 +3,10 @@ tokens cached."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import (
-    AttentionFacts,
     attention_facts,
     check_attention,
     check_bias,
@@ -33,19 +29,6 @@ TILE = 128
 
 MOST_UNITS = 1024
 """Cap on `num_units`: more units make no difference, and few distinct values mean few facts to store."""
-
-
-@dataclass(frozen=True)
-class CachedFacts(AttentionFacts):
-    """Facts of the attention and of the new tokens.
-
-    Attributes:
-        only_targets: whether all new tokens are targets.
-        num_units: approximate number of tiles of rows times heads, at most `MOST_UNITS`.
-    """
-
-    only_targets: bool = False
-    num_units: int = 0
 
 
 def hstu_attention_cached(
@@ -112,46 +95,23 @@ def hstu_attention_cached(
     check_number("alpha", alpha)
     if bias is not None:
         _check_cached_bias(bias, q, cache_k)
-    facts = attention_facts(q, k, v, mask, bias, problem.deterministic)
+    further = _facts_of_new_tokens(layout, q.shape[1])
+    facts = attention_facts(q, k, v, mask, bias, problem.deterministic, False, *further)
     if facts.needs_grad or (torch.is_grad_enabled() and (cache_k.requires_grad or cache_v.requires_grad)):
         raise RuntimeError(
             "hstu_attention_cached computes no gradients; call it under torch.no_grad(), or train with "
             "hstu_attention on whole samples"
         )
-    chosen = OP.select(_cached_facts(facts, layout), backend)
+    chosen = OP.select(facts, backend)
     return chosen.run(q, k, v, cache_k, cache_v, problem)
 
 
-def _cached_facts(facts: AttentionFacts, layout: SequenceLayout) -> CachedFacts:
-    """Returns the facts of one call; `layout` holds the new tokens. A graph serves many sizes and knows
-    none."""
+def _facts_of_new_tokens(layout: SequenceLayout, num_heads: int) -> tuple[bool, int]:
+    """Returns `only_targets` and `num_units`. A graph serves many sizes and knows none."""
     if torch.compiler.is_compiling():
-        return _extended(facts, False, 0)
+        return False, 0
     tiles = max(layout.total_len // TILE, min(layout.batch_size, layout.total_len))
-    units = min(tiles * facts.num_heads, MOST_UNITS)
-    return _known_facts(facts, layout.total_targets == layout.total_len, units)
-
-
-@lru_cache(maxsize=1024)
-def _known_facts(facts: AttentionFacts, only_targets: bool, num_units: int) -> CachedFacts:
-    return _extended(facts, only_targets, num_units)
-
-
-def _extended(facts: AttentionFacts, only_targets: bool, num_units: int) -> CachedFacts:
-    # Field by field: the compiler of PyTorch 2.11 cannot trace the dictionary of a frozen object.
-    return CachedFacts(
-        facts.device,
-        facts.dtype,
-        facts.num_heads,
-        facts.qk_dim,
-        facts.v_dim,
-        facts.mask,
-        facts.has_bias,
-        facts.needs_grad,
-        facts.deterministic,
-        only_targets=only_targets,
-        num_units=num_units,
-    )
+    return layout.total_targets == layout.total_len, min(tiles * num_heads, MOST_UNITS)
 
 
 def _check_cached_bias(bias: CachedRelativeBias, q: Tensor, cache_k: Tensor) -> None:

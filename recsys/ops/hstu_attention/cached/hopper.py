@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys import environment
+from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.hstu_attention import hopper
-from recsys.ops.hstu_attention.cached import CachedFacts
 from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
@@ -24,11 +23,10 @@ parts, is as fast."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.hopper_launch"
 
-if (environment.installed_version("triton") or "").startswith(f"{hopper.GLUON}."):
-    triton_support.preload(_OPS)
+triton_support.preload_gluon(_OPS)
 
 
-def supports(facts: CachedFacts) -> Support:
+def supports(facts: AttentionFacts) -> Support:
     """Supports what the Hopper backend for whole samples does, if all new tokens are targets without a
     window."""
     able = hopper.supports(facts)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys import environment
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import triton_support
@@ -26,24 +25,16 @@ from recsys.ops.runtime.dispatch import Support, is_exporting
 WIDTHS = (64, 128, 256)
 """Head widths, in columns, for which `launch` has sizes."""
 
-GLUON = triton_support.GLUON
-"""The Triton version whose Gluon the kernels are written in."""
-
 _OPS = f"{__name__}.ops"
 
-if (environment.installed_version("triton") or "").startswith(f"{GLUON}."):
-    triton_support.preload(_OPS)
+triton_support.preload_gluon(_OPS)
 
 
 def supports(facts: AttentionFacts) -> Support:
     """Supports 16-bit heads with q, k and v of equal width and no bias, on a Hopper GPU."""
-    able = triton_support.support(facts.device, facts.dtype)
-    if not able.ok or facts.device != "cuda":
-        return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
-    for missing in (triton_support.missing_for_hopper(), _missing_from_the_call(facts)):
-        if missing:
-            return able._replace(ok=False, reason=missing)
-    return able
+    able = triton_support.hopper_support(facts.device, facts.dtype)
+    missing = _missing_from_the_call(facts) if able.ok else ""
+    return able._replace(ok=False, reason=missing) if missing else able
 
 
 def _missing_from_the_call(facts: AttentionFacts) -> str:

@@ -70,6 +70,9 @@ would stop all warps of the group so that a single thread can signal. Triton its
 """
 
 
+HELD = gl.constexpr(64)
+"""Columns of the keys that are in registers for blocks without a mask."""
+
 visible_from_keys = gluon.jit(mask_forms.visible_from_keys.fn)
 load_tile = gluon.jit(work_item.load_tile.fn)
 load_runs = gluon.jit(work_item.load_runs.fn)
@@ -194,7 +197,6 @@ def start_scores(k, held, q, SIZES: gl.constexpr, HOLDS: gl.constexpr):
     registers."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
-    HELD: gl.constexpr = SIZES[5]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
     if not HOLDS:
@@ -273,7 +275,7 @@ def add_rows(
     dtype: gl.constexpr = q.dtype
 
     mbarrier.wait(q_full.index(stage), parity)
-    score = start_scores(k, held, q, SIZES, SIZES[5] > 0 and not MASKED)
+    score = start_scores(k, held, q, SIZES, not MASKED)
     mbarrier.wait(g_full.index(stage), parity)
     if FIRST:
         mbarrier.wait(barriers[5].index(slots[1]), slots[2])
@@ -355,7 +357,6 @@ def computing_group(
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     V_STAGES: gl.constexpr = SIZES[4]
-    HELD: gl.constexpr = SIZES[5]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     k_full, k_free, v_free, published = barriers[4], barriers[6], barriers[7], buffers[6]
@@ -399,9 +400,8 @@ def computing_group(
                     barriers, strip, tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, False,
                 )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
-        if HELD > 0:
-            k = buffers[2].index(slots[0]).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
-            held = k.slice(0, HELD, 1).load(gl.DotOperandLayout(0, scores, 2))
+        k = buffers[2].index(slots[0]).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+        held = k.slice(0, HELD, 1).load(gl.DotOperandLayout(0, scores, 2))
         for number in range(gl.maximum(masked, 1), count):
             row_before = row
             row = (unmasked + number - masked) * BLOCK_M
@@ -472,8 +472,7 @@ def backward_kernel(
     q_desc, g_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, items, counter,
     num_items, num_heads, stride_q, stride_g, stride_k, stride_v,
     half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
-    V_STAGES: gl.constexpr, HELD: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
@@ -482,12 +481,11 @@ def backward_kernel(
 
     One program runs per processor, and `counter` starts at 0. The strides are those of a head, in elements.
     `dq_desc` describes float32 zeros [T, H, D]; it receives dQ without the factor alpha / (2 scale_len), with
-    the even columns first in every group of eight. HELD: number of the keys' columns that are in registers
-    for blocks without a mask.
+    the even columns first in every group of eight.
     """
-    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, HELD)
+    STRIPS: gl.constexpr = 2
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    gl.static_assert(STRIPS == 2 and (HELD == 0 or HELD == 64 or HELD == D))
     dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
     operands = operand_buffers(q_desc, g_desc, k_desc, v_desc, SIZES)

@@ -303,7 +303,7 @@ def free_rows_before(turn, barriers, strip: gl.constexpr, STRIPS: gl.constexpr, 
 @gluon.jit
 def attend(
     q, turn, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
-    SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Returns float32 [STRIP, D], the sum over all blocks but the first `past` (at least one is left), and
     the cursor behind the last block. `turn`: the number of the tile in this program."""
@@ -336,7 +336,7 @@ def attend(
     first = block_at(past, runs, unmasked) * BLOCK_N
     weight = silu(apply_mask(score, row, first, tile, rule, RULE), half_alpha)
     weight = gl.convert_layout(weight.to(dtype), operand)
-    if OUT_IN_Q and Q_TILES > 1:
+    if not HELD and Q_TILES > 1:
         free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
     mbarrier.wait(v_full.index(stage), parity)
     for number in range(past + 1, masked):
@@ -355,8 +355,6 @@ def attend(
         new = gl.convert_layout(silu(score, half_alpha).to(dtype), operand)
         total, weight = finish_step(total, new, following, cursor, barriers)
         cursor = following
-    if not HELD and not OUT_IN_Q:
-        mbarrier.arrive(q_free)
     stage = cursor[0]
     total = warpgroup_mma(weight, buffers[2].index(stage).reshape([BLOCK_N, D]), total, is_async=True)
     total = warpgroup_mma_wait(0, deps=(total,))
@@ -367,7 +365,7 @@ def attend(
 @gluon.jit
 def computing_group(
     strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-    rule, SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    rule, SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Computes one strip of each tile that the loading warp publishes."""
     D: gl.constexpr = SIZES[0]
@@ -390,9 +388,9 @@ def computing_group(
             q = q_buffer.index(at).reshape([STRIP, D])
             total, cursor = attend(
                 q, turn, cursor, buffers, barriers, strip, tile, runs, unmasked, past,
-                half_alpha, rule, SIZES, RULE, HELD, OUT_IN_Q,
+                half_alpha, rule, SIZES, RULE, HELD,
             )  # fmt: skip
-        elif not OUT_IN_Q:
+        elif HELD:
             mbarrier.arrive(q_free.index(at))
         elif Q_TILES > 1:
             free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
@@ -400,15 +398,15 @@ def computing_group(
         # slot might already hold the item after the next one.)
         if STRIPS == 3 and D > 64 and Q_TILES > 1:
             _, tile, _, _, head = read_item_slot(slots.index(turn % (2 * Q_TILES)))
-        buffer = out_buffer.index(at if OUT_IN_Q else strip)
-        if not OUT_IN_Q:
+        buffer = out_buffer.index(strip if HELD else at)
+        if HELD:
             tma.store_wait(0)  # the rows of the previous tile have left the buffer
         # A strip past the end of the sample, or before it, stores too: all of its rows are out of bounds, so
         # nothing is written.
         buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
         fence_async_shared()
         store_rows(o_desc, tile, first_row(strip, tile), 0, head * D, buffer)
-        if OUT_IN_Q and Q_TILES == 1:  # with more buffers the next tile uses another one
+        if not HELD and Q_TILES == 1:  # with more buffers the next tile uses another one
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(at))
         turn += 1
@@ -444,11 +442,12 @@ def forward_kernel(
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
-    HELD: gl.constexpr, OUT_IN_Q: gl.constexpr, Q_TILES: gl.constexpr,
+    HELD: gl.constexpr, Q_TILES: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Computes out [T, H, D], contiguous. One program runs per processor, and `counter` starts at 0. The
-    strides are those of a head, in elements."""
+    strides are those of a head, in elements. HELD: rows of q are in registers and leave their buffer to the
+    next ones; otherwise the output leaves through it."""
     SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     rule = (num_contextual, window, prefix, group_size)
@@ -456,7 +455,7 @@ def forward_kernel(
     k_buffer = new_buffers(k_desc, STAGES)
     v_buffer = new_buffers(v_desc, STAGES)
     out_buffer = q_buffer
-    if not OUT_IN_Q:
+    if HELD:
         out_buffer = new_buffers(o_desc, STRIPS)
     slots = new_slots(2 * Q_TILES, ITEM)
     buffers = (q_buffer, k_buffer, v_buffer, out_buffer, slots)
@@ -467,13 +466,12 @@ def forward_kernel(
         (stride_q, stride_k, stride_v), SIZES,
     )  # fmt: skip
     gl.static_assert(STRIPS == 2 or STRIPS == 3)
-    gl.static_assert(not (HELD and OUT_IN_Q), "rows that are held leave their buffer to the next ones")
     # The tuple must be a literal: with a name, or added to another, it would lose the compile-time values of
     # its members.
     gl.warp_specialize([
         (computing_group, (
             strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-            SIZES, RULE, HELD, OUT_IN_Q,
+            SIZES, RULE, HELD,
         )) if strip < STRIPS else (loading_warp, loading)
         for strip in (0, 1, 2, 3)[:STRIPS + 1]
     ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip

@@ -33,8 +33,7 @@ class ForwardSizes(NamedTuple):
     keys: int  # BLOCK_N, keys per block
     stages: int  # buffers for blocks of keys, and as many for values
     strips: int  # strips of 64 rows per tile, one warp group each
-    held: bool  # whether a warp group holds its rows of q in registers
-    out_in_q: bool  # whether rows of the output leave through the buffer of q
+    held: bool  # whether rows of q are in registers, or else the output leaves through their buffer
     computing_registers: int
     loading_registers: int
     q_tiles: int = 1  # buffers for tiles of rows
@@ -46,16 +45,16 @@ class ForwardSizes(NamedTuple):
 
 
 SIZES = {
-    64: ForwardSizes(64, 6, 2, True, False, 240, 24, 2),
-    128: ForwardSizes(64, 4, 2, True, False, 240, 24, 2),
-    256: ForwardSizes(64, 2, 2, False, True, 232, 40),
+    64: ForwardSizes(64, 6, 2, True, 240, 24, 2),
+    128: ForwardSizes(64, 4, 2, True, 240, 24, 2),
+    256: ForwardSizes(64, 2, 2, False, 232, 40),
 }
 """Sizes by head width, in columns. On the diagonal a strip sees one or three quarters of a block of 128 keys,
 but half or all of a block of 64 keys."""
 
 LONG_SIZES = {
-    64: ForwardSizes(64, 6, 3, True, False, 160, 32, 2),
-    128: ForwardSizes(64, 4, 3, False, True, 160, 32, 2),
+    64: ForwardSizes(64, 6, 3, True, 160, 32, 2),
+    128: ForwardSizes(64, 4, 3, False, 160, 32, 2),
 }
 """Sizes for rows that see many keys, by head width. Three strips share each block that is read, so a third
 less is read, and the tensor cores have work while one strip computes weights. At 128 columns the outputs
@@ -77,7 +76,6 @@ class BackwardSizes(NamedTuple):
     rows: int  # BLOCK_M, rows per block
     stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
     v_stages: int  # buffers for tiles of values; keys have two
-    held: int  # columns of the keys in registers, for blocks without a mask
     computing_registers: int
     loading_registers: int
 
@@ -86,8 +84,8 @@ BACKWARD_STRIPS = 2
 """Strips of 64 keys per tile."""
 
 BACKWARD_SIZES = {
-    64: BackwardSizes(64, 4, 2, 64, 240, 24),
-    128: BackwardSizes(64, 2, 1, 64, 240, 24),
+    64: BackwardSizes(64, 4, 2, 240, 24),
+    128: BackwardSizes(64, 2, 1, 240, 24),
 }
 """Sizes by head width, in columns."""
 
@@ -144,7 +142,6 @@ def forward(
             "STAGES": sizes.stages,
             "STRIPS": sizes.strips,
             "HELD": sizes.held,
-            "OUT_IN_Q": sizes.out_in_q,
             "Q_TILES": sizes.q_tiles,
             "COMPUTING_REGISTERS": sizes.computing_registers,
             "LOADING_REGISTERS": sizes.loading_registers,
@@ -229,9 +226,7 @@ def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | b
     return {
         "BLOCK_M": sizes.rows,
         "STAGES": sizes.stages,
-        "STRIPS": BACKWARD_STRIPS,
         "V_STAGES": sizes.v_stages,
-        "HELD": sizes.held,
         "COMPUTING_REGISTERS": sizes.computing_registers,
         "LOADING_REGISTERS": sizes.loading_registers,
         "num_warps": WARPS,

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from recsys.ops.runtime.triton_support import block_width
+
 CHOSEN_WITH = "3.6"
 """The Triton version whose code does not spill. Other versions run these sizes, too; 3.8 spills in one of
 them."""
@@ -161,9 +163,4 @@ def keys_kernels(dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> t
 
 
 def _width(qk_dim: int, v_dim: int) -> int:
-    return max(64, padded_dim(qk_dim), padded_dim(v_dim))
-
-
-def padded_dim(dim: int) -> int:
-    """Round up to a power of two that a matrix instruction accepts."""
-    return max(16, 1 << (dim - 1).bit_length())
+    return block_width(max(qk_dim, v_dim), least=64)

@@ -32,13 +32,13 @@ from recsys.ops.hstu_attention.bias.packed_launch import (
 from recsys.ops.hstu_attention.bias.table_kernels import diagonal_work, diagonals_kernel, others_kernel
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.triton.backward import keys_kernel, rows_kernel
-from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
+from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels
 from recsys.ops.hstu_attention.triton.forward import forward_kernel
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.descriptors import Boxes, is_loadable, ragged_descriptor
 from recsys.ops.runtime.launch import Wrap, launch_specialized, unwrapped
-from recsys.ops.runtime.triton_support import load, missing_for_hopper, num_processors
+from recsys.ops.runtime.triton_support import block_width, load, missing_for_hopper, num_processors
 
 TABLES = ("tables",)
 """Key of the `PackedTables` in `Problem.shared`."""
@@ -340,7 +340,7 @@ def can_describe(wrap: Wrap, *tensors: Tensor) -> bool:
 
 def _is_describable(tensor: Tensor) -> bool:
     dim = tensor.shape[2]
-    has_all_columns = dim == max(64, padded_dim(dim)) and tensor.element_size() == 2
+    has_all_columns = dim == block_width(dim, least=64) and tensor.element_size() == 2
     return has_all_columns and is_loadable(tensor)
 
 
@@ -375,8 +375,8 @@ def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[st
         "V": int(v.shape[2]),
         "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.keys,
-        "BLOCK_D": padded_dim(int(q.shape[2])),
-        "BLOCK_V": padded_dim(int(v.shape[2])),
+        "BLOCK_D": block_width(q.shape[2]),
+        "BLOCK_V": block_width(v.shape[2]),
         "WINDOWED": mask.window is not None,
         "TARGET_WINDOW": mask.target_window,
         "GROUPED": mask.target_group_size > 1,

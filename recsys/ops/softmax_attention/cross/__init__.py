@@ -7,7 +7,7 @@ from torch import Tensor
 from recsys.ops.attention_args import (
     attention_facts,
     check_attention,
-    of_one_kind,
+    fits_flash,
     scale_of,
 )
 from recsys.ops.jagged.layout import SequenceLayout
@@ -53,7 +53,7 @@ def cross_attention(
     if layout.total_targets or key_layout.total_targets:
         raise ValueError("samples must hold no targets, which would see each other")
     # Without a mask, contextual tokens are like others.
-    facts = of_one_kind(attention_facts(q, k, v, _NO_WINDOW, bias=None, deterministic=None), layout)
+    facts = attention_facts(q, k, v, _NO_WINDOW, None, None, fits_flash(layout))
     return OP.select(facts, backend).run(q, k, v, layout, key_layout, alpha=scale_of(q))
 
 

@@ -31,14 +31,14 @@ LAYOUTS = {
 MASKS = (AttentionMask(window=100, prefix=10), AttentionMask())
 
 FORWARD_SIZES = [
-    (64, launch.ForwardSizes(64, stages, strips, how == "held", how == "out_in_q", 160, 24, q_tiles))
+    (64, launch.ForwardSizes(64, stages, strips, held, 160, 24, q_tiles))
     for stages, strips, q_tiles in ((2, 2, 2), (3, 3, 2), (2, 3, 1), (2, 2, 1))
-    for how in ("held", "out_in_q", "")
+    for held in (True, False)
 ]
 BACKWARD_SIZES = [
-    (64, launch.BackwardSizes(64, 2, 1, 0, 240, 24)),
-    (64, launch.BackwardSizes(64, 4, 2, 64, 240, 24)),
-    (128, launch.BackwardSizes(64, 2, 1, 64, 240, 24)),
+    (64, launch.BackwardSizes(64, 2, 1, 240, 24)),
+    (64, launch.BackwardSizes(64, 4, 2, 240, 24)),
+    (128, launch.BackwardSizes(64, 2, 1, 240, 24)),
 ]
 
 NOT_NEEDED = {
