@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def embedding(width, kind, tables) -> Case:
-    from recsys.ops.bucket_embedding.triton_kernels import embed_kernel
+    from recsys.ops.bucket_embedding.triton_ops import embed_kernel
 
     types = {"x": kind, "table_0": "*fp32", "table_1": "*fp32", "out": "*fp32"}
     constants = _rows(width, 4) | {"TABLES": tables, "SCALE": width**0.5}
@@ -58,7 +58,7 @@ def _rows(width, itemsize) -> dict[str, Any]:
 
 def segment_pieces(width, several, kind) -> Case:
     """`several`: whether a program has several segments."""
-    from recsys.ops.bucket_embedding import segment_kernels, segments
+    from recsys.ops.bucket_embedding import segments
     from recsys.ops.jagged.triton_ops import step_of
 
     block = min(1 << (width - 1).bit_length(), segments.LONGEST_BLOCK)
@@ -66,16 +66,16 @@ def segment_pieces(width, several, kind) -> Case:
     constants = {"W": width, "BLOCK_M": rows, "BLOCK": block, "STEP": step_of([width])}
     types = {"values": kind, "out": kind, "partial": "*fp32", "segments": "*i16"}
     constants["TOGETHER"] = rows if several else 1
-    return Case(segment_kernels.pieces_kernel, types, constants, wide=int(width % 64 == 0))
+    return Case(segments.pieces_kernel, types, constants, wide=int(width % 64 == 0))
 
 
 def segment_shares(width) -> Case:
-    from recsys.ops.bucket_embedding import segment_kernels, segments
+    from recsys.ops.bucket_embedding import segments
 
     block = min(1 << (width - 1).bit_length(), segments.SHARE_COLUMNS)
     constants = {"W": width, "BLOCK_M": segments.rows_of(block), "BLOCK": block}
     types = {"out": "*fp32", "partial": "*fp32"}
-    return Case(segment_kernels.shares_kernel, types, constants, wide=int(width > 1))
+    return Case(segments.shares_kernel, types, constants, wide=int(width > 1))
 
 
 def gate(kernel, width, groups, concat) -> Case:
@@ -94,7 +94,7 @@ def gate(kernel, width, groups, concat) -> Case:
 
 def norm(kernel, width, tokens) -> Case:
     """Tokens of a type, float32 parameters."""
-    from recsys.ops.norm_linear import triton_kernels, triton_ops
+    from recsys.ops.norm_linear import triton_ops
     from recsys.ops.runtime import column_sums
 
     types = dict.fromkeys(("weight", "bias", "sums"), "*fp32")
@@ -103,7 +103,7 @@ def norm(kernel, width, tokens) -> Case:
         function, constants = column_sums.sums_kernel, column_sums.constants_of(width, width)
         types["out"] = "*fp32"
     else:
-        function = getattr(triton_kernels, kernel)
+        function = getattr(triton_ops, kernel)
         blocks = getattr(triton_ops, kernel.replace("kernel", "blocks"))(width)
         constants = triton_ops._constants(width, 1e-6, blocks) | {"STRIDE": width, "STRIDE_R": width}
     return Case(function, types, constants, "*bf16", wide=int(width % 8 == 0))

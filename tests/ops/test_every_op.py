@@ -143,9 +143,9 @@ EXAMPLES = {
     "bucket_embedding": Example(
         lambda size: bucket.problem(size, 256, [65], torch.float32, hot=0.8),
         (
-            "bucket_embedding.segment_kernels.pieces_kernel",
-            "bucket_embedding.segment_kernels.shares_kernel",
-            "bucket_embedding.triton_kernels.embed_kernel",
+            "bucket_embedding.segments.pieces_kernel",
+            "bucket_embedding.segments.shares_kernel",
+            "bucket_embedding.triton_ops.embed_kernel",
         ),
         sizes=(1024, 2048, 4097, 20_000, 100_000),
         floor=1e-6,
@@ -159,8 +159,8 @@ EXAMPLES = {
     "norm_linear": Example(
         lambda size: norm.problem(size, 256, torch.bfloat16, **PRODUCT),
         (
-            "norm_linear.triton_kernels.forward_kernel",
-            "norm_linear.triton_kernels.backward_kernel",
+            "norm_linear.triton_ops.forward_kernel",
+            "norm_linear.triton_ops.backward_kernel",
             "runtime.column_sums.sums_kernel",
         ),
     ),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.linear_logp import launch, row_launch, triton_ops
+from recsys.ops.linear_logp import launch, triton_ops
 from recsys.ops.linear_logp.hopper_kernels import STRIP, forward_kernel, gradient_kernel
 from recsys.ops.linear_logp.hopper_wide import score_grads_kernel
 from recsys.ops.linear_logp.recompute import (
@@ -80,13 +80,13 @@ def forward(operands: Operands) -> RowSums:
     """Computes each row's sums over all candidates. The operands have been validated, are not empty, and have
     no bias or ids."""
     operands = launch.prepared(with_own_rows(operands))
-    return row_launch.row_sums_of(operands, *launch_sums(operands))
+    return launch.row_sums_of(operands, *launch_sums(operands))
 
 
 def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
     """Computes all outputs; the operands are as for `forward`."""
     operands = launch.prepared(with_own_rows(operands))
-    return row_launch.finished(operands, *launch_sums(operands), ignore_index)
+    return launch.finished(operands, *launch_sums(operands), ignore_index)
 
 
 def with_own_rows(operands: Operands) -> Operands:
@@ -124,7 +124,7 @@ def of_given_rows(grads: Gradients, operands: Operands) -> Gradients:
 def _of_given(grad: Tensor | None, rows: Tensor, norms: Tensor | None) -> Tensor | None:
     if grad is None or norms is None:
         return grad if grad is None else grad[:, : rows.shape[1]]
-    return row_launch.project(grad, rows.contiguous(), norms)
+    return launch.project(grad, rows.contiguous(), norms)
 
 
 def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -153,9 +153,7 @@ def backward(operands: Operands, output_grads: OutputGrads, requested: Requested
     if width_of(prepared) <= NARROW:
         grads = triton_ops.launch_backward(prepared, output_grads, requested)
     else:
-        grads = gradients(
-            prepared, *row_launch.rows_by_torch(prepared, output_grads, sides(prepared)), requested
-        )
+        grads = gradients(prepared, *launch.rows_by_torch(prepared, output_grads, sides(prepared)), requested)
     return of_given_rows(grads, operands)
 
 
@@ -171,17 +169,17 @@ def fused_backward(
     if width_of(prepared) <= NARROW:
         grads = triton_ops.fused_backward(prepared, outputs, grad_logp, grad_lse, requested)
     else:
-        by_row = row_launch.rows_of(prepared, outputs, (grad_logp, grad_lse), sides(prepared))
+        by_row = launch.rows_of(prepared, outputs, (grad_logp, grad_lse), sides(prepared))
         grads = gradients(prepared, *by_row, requested)
     return of_given_rows(grads, operands)
 
 
-def sides(operands: Operands) -> tuple[row_launch.Side, row_launch.Side]:
+def sides(operands: Operands) -> tuple[launch.Side, launch.Side]:
     """Returns the tiles of the two gradient kernels."""
     width = width_of(operands)
     if is_wide(operands):
-        return row_launch.sides_of(operands, WIDE_SCORE_GRADS, WIDE_SCORE_GRADS)
-    return row_launch.sides_of(operands, GRADIENTS[width], GRADIENTS[width])
+        return launch.sides_of(operands, WIDE_SCORE_GRADS, WIDE_SCORE_GRADS)
+    return launch.sides_of(operands, GRADIENTS[width], GRADIENTS[width])
 
 
 def is_wide(operands: Operands) -> bool:
@@ -190,7 +188,7 @@ def is_wide(operands: Operands) -> bool:
 
 
 def gradients(
-    operands: Operands, vectors: Tensor, rows: Tensor, marks: row_launch.Marks, requested: RequestedGrads
+    operands: Operands, vectors: Tensor, rows: Tensor, marks: launch.Marks, requested: RequestedGrads
 ) -> Gradients:
     """Computes the requested gradients. The operands are `prepared`; the other arguments are as
     `upstream_kernel` writes them."""

@@ -11,10 +11,17 @@ from torch.library import wrap_triton
 from recsys.ops.linear_logp.launch import (
     MAX_PARTS,
     PART_NUMBERS,
+    Marks,
+    Side,
     balanced,
+    finished,
     or_else,
     precision,
     prepared,
+    row_sums_of,
+    rows_by_torch,
+    rows_of,
+    sides_of,
     tiles_of,
 )
 from recsys.ops.linear_logp.recompute import (
@@ -26,15 +33,6 @@ from recsys.ops.linear_logp.recompute import (
     RowOutputs,
     RowSums,
     rebuilt,
-)
-from recsys.ops.linear_logp.row_launch import (
-    Marks,
-    Side,
-    finished,
-    row_sums_of,
-    rows_by_torch,
-    rows_of,
-    sides_of,
 )
 from recsys.ops.linear_logp.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.launch import Wrap, launch

@@ -1,6 +1,6 @@
 """The Triton backend of `norm_linear`: kernels for norms and sums, cuBLAS for products.
 
-This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
+This module itself needs no Triton: kernels and launches are in `triton_ops`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops.linear_logp import hopper_ops, norms_of, reference, row_launch, triton_ops
+from recsys.ops.linear_logp import hopper_ops, launch, norms_of, reference, triton_ops
 from recsys.ops.linear_logp.recompute import Operands, OutputGrads, RequestedGrads, RowSums, projected
 from tests.tools.gluon_emulator import Emulated
 
@@ -25,8 +25,8 @@ def emulated(monkeypatch):
         return projected(grad[:, : rows.shape[1]].float(), rows.float(), norms).to(grad.dtype)
 
     monkeypatch.setattr(triton_ops, "launch_backward", reference.backward)
-    monkeypatch.setattr(row_launch, "row_sums_of", row_sums_of)
-    monkeypatch.setattr(row_launch, "project", project)
+    monkeypatch.setattr(launch, "row_sums_of", row_sums_of)
+    monkeypatch.setattr(launch, "project", project)
     mm = torch.mm
 
     def product(left, right, out_dtype=None, **rest):

@@ -290,7 +290,7 @@ def test_the_library_ops(full, monkeypatch):
 @pytest.mark.parametrize("stride", [20, 24])
 def test_gradients_of_rows_through_their_unit_forms(stride):
     """With a row that is divided by a constant, and columns behind the last that count for nothing."""
-    from recsys.ops.linear_logp import row_launch
+    from recsys.ops.linear_logp import launch
 
     generator = torch.Generator().manual_seed(0)
     rows, grad = torch.randn(70, 20, generator=generator), torch.randn(70, stride, generator=generator)
@@ -299,7 +299,7 @@ def test_gradients_of_rows_through_their_unit_forms(stride):
     unit = torch.nn.functional.normalize(rows, dim=1, eps=SHORTEST)
     (want,) = torch.autograd.grad(unit, rows, grad[:, :20])
     norms = norms_of(rows, rows)[0]
-    got = row_launch.project(between_poison(grad), between_poison(rows.detach()), between_poison(norms))
+    got = launch.project(between_poison(grad), between_poison(rows.detach()), between_poison(norms))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
