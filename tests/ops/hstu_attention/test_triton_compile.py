@@ -138,14 +138,11 @@ def assemblies_of(kernel, blocks):
     bias, tables = ("", "", ""), ("", "", "")
     if kernel.startswith("packed_"):
         rows_first = "keys" not in kernel and "sums" not in kernel
-        others = blocks.keys if rows_first else blocks.rows
-        near, sums = blocks.rows == blocks.keys == 64, "sums" in kernel
-        warps = blocks.num_warps
-        bias = bias_ptx.add_bias(others // 8, warps, rows_first, near)
-        bias += (bias_ptx.begin(warps, sums),)
+        assert blocks.rows == blocks.keys == bias_ptx.BLOCK_TOKENS and blocks.num_warps == bias_ptx.WARPS
+        sums = "sums" in kernel
+        bias = bias_ptx.add_bias(rows_first) + (bias_ptx.begin(sums),)
         if sums:
-            tables = bias_ptx.add_to_tables(others // 8, warps, near)
-            tables += (bias_ptx.finish_sums(warps),)
+            tables = bias_ptx.add_to_tables() + (bias_ptx.finish_sums(),)
     names = (
         "BIAS_TEXT",
         "BIAS_CONSTRAINTS",

@@ -41,9 +41,7 @@ from recsys.ops.runtime.gluon_pieces import (
     tanh,
 )
 
-THREADS = gl.constexpr(128)
-HALF = gl.constexpr(STRIP.value // 2)
-"""Scores per thread."""
+THREADS = gl.constexpr(packed.THREADS.value)
 
 num_blocks = gluon.jit(work_item.num_blocks.fn)
 block_at = gluon.jit(work_item.block_at.fn)
@@ -117,7 +115,7 @@ def add_block(
     score = warpgroup_mma_wait(1, deps=(score,))
     score = packed_scores(
         score, half_alpha, key_times, first, row_times, first_row, (history_end, rule[3]), tables,
-        TEXTS[0], TEXTS[1], HALF,
+        TEXTS[0], TEXTS[1],
     )  # fmt: skip
     if number + 1 < count:
         load_block(number + 1, tile, runs, loading[0], loading[1], buffers, full)
@@ -141,7 +139,7 @@ def add_block(
     async_add_to_global(rows_desc, [RAGGED_ROWS, end, row, row_column], rows_buffer)
     add_to_tables(
         grad, key_times, first, row_times, first_row, (history_end, rule[3]), tables, tables[3],
-        TEXTS[2], TEXTS[3], HALF,
+        TEXTS[2], TEXTS[3],
     )  # fmt: skip
     return warpgroup_mma_wait(0, deps=(grad_k, grad_v))
 

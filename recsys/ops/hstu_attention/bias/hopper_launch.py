@@ -53,8 +53,8 @@ def backward(
     rows = q.new_zeros(num_tokens, num_heads, dim, dtype=torch.float32)
     compiled_for = {
         **rules(problem.mask),
-        **bias_constants(True, BLOCKS, rows_first=False, sums=True),
-        **tables_constants(BLOCKS, sums),
+        **bias_constants(True, rows_first=False, sums=True),
+        **tables_constants(sums),
         "num_warps": WARPS,
     }
     for part, of_bias in parts_of(problem, items, BLOCKS, unwrapped, True, rows_first=False, section=section):

@@ -141,7 +141,6 @@ def packed_arguments(
     tables: PackedTables,
     layout: SequenceLayout,
     items: Tensor,
-    sizes: tuple[int, int],
     rows_first: bool,
 ) -> list[Tensor | int]:
     """Return what `bias_arguments` returns, for kernels with the inline assembly; `can_pack` must hold.
@@ -150,24 +149,22 @@ def packed_arguments(
     `float_edges` a placeholder that `packed_parts` replaces by records. Offsets have step `PACKED_STEP`.
 
     Args:
-        sizes: tokens per block of rows and per block of keys.
         rows_first: whether items are tiles of rows.
     """
-    (rows, keys), num_buckets = sizes, int(bias.time_table.shape[-1])
+    given, num_buckets = (bias.timestamps, bias.next_timestamps), int(bias.time_table.shape[-1])
+    sizes = (ptx.BLOCK_TOKENS, ptx.BLOCK_TOKENS)
     times, behind, key_bounds, next_times, ahead, row_bounds = _kept(
         layout,
-        ("packed_bias_times", rows, keys),
-        (bias.timestamps, bias.next_timestamps),
-        lambda: _times(bias.timestamps, bias.next_timestamps, items, rows, keys, unwrapped, step=PACKED_STEP),
+        ("packed_bias_times",),
+        given,
+        lambda: _times(*given, items, *sizes, unwrapped, step=PACKED_STEP),
     )
-    given, near = (bias.timestamps, bias.next_timestamps), [key_bounds, key_bounds]
-    if rows == keys == ptx.NEAR_SIZE:
-        near = _kept(
-            layout,
-            ("near_buckets", num_buckets),
-            given,
-            lambda: _near_buckets(times, next_times, items, num_buckets),
-        )
+    near = _kept(
+        layout,
+        ("near_buckets", num_buckets),
+        given,
+        lambda: _near_buckets(times, next_times, items, num_buckets),
+    )
     shared = tables.distances.shape[0] == 1
     return [
         tables.distances,
@@ -192,7 +189,6 @@ def packed_parts(
     times: tuple[Tensor, ...],
     layout: SequenceLayout,
     items: Tensor,
-    sizes: tuple[int, int],
     order: tuple[AttentionMask, bool, int | None],
 ) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
     """Yield all items and `arguments` with their records, or part after part to keep records in O(T) memory.
@@ -201,18 +197,18 @@ def packed_parts(
 
     Args:
         times: times of the bias.
-        order: what the order of `items` depends on, besides `sizes`: the mask, whether they are tiles of
-            rows, and the section.
+        order: what the order of `items` depends on: the mask, whether they are tiles of rows, and the
+            section.
     """
-    (rows, keys), rows_first, num_buckets = sizes, order[1], arguments[NUM_ARGUMENTS - 1]
+    rows_first, num_buckets = order[1], arguments[NUM_ARGUMENTS - 1]
     key_bounds, row_bounds = arguments[6], arguments[9]
 
     def records(part: Tensor) -> Tensor:
-        return _records(row_bounds, key_bounds, part, sizes, rows_first, layout.max_len, num_buckets)
+        return _records(row_bounds, key_bounds, part, rows_first, layout.max_len, num_buckets)
 
-    parts = num_parts(items.shape[0], layout, keys if rows_first else rows)
+    parts = num_parts(items.shape[0], layout)
     if parts == 1:
-        name = ("bias_records", *order, rows, keys, num_buckets)
+        name = ("bias_records", *order, num_buckets)
         chosen = _kept(layout, name, times, lambda: [records(items)])
         yield items, [*arguments[:RECORDS], *chosen, *arguments[RECORDS + 1 :]]
         return
@@ -220,17 +216,17 @@ def packed_parts(
         yield part, [*arguments[:RECORDS], records(part), *arguments[RECORDS + 1 :]]
 
 
-def num_parts(num_items: int, layout: SequenceLayout, size: int) -> int:
-    """Return the number of parts into which `packed_parts` cuts the items, at `size` tokens per block."""
+def num_parts(num_items: int, layout: SequenceLayout) -> int:
+    """Return the number of parts into which `packed_parts` cuts the items."""
     allowed = max(MOST_RECORD_BYTES * layout.total_len, SMALL_RECORDS)
-    return -(-num_items * -(-layout.max_len // size) * ptx.RECORD_BYTES // allowed)
+    return -(-num_items * -(-layout.max_len // ptx.BLOCK_TOKENS) * ptx.RECORD_BYTES // allowed)
 
 
 def _near_buckets(
     timestamps: Tensor, next_timestamps: Tensor, items: Tensor, num_buckets: int
 ) -> list[Tensor]:
     """Return the near buckets of rows and of keys, see `near_buckets_kernel`."""
-    size = timestamps.shape[0] + ptx.NEAR_SIZE
+    size = timestamps.shape[0] + ptx.BLOCK_TOKENS
     buckets = [timestamps.new_empty(size, ptx.NEAR_BYTES, dtype=torch.uint8) for _ in range(2)]
     edges = _constant(time_edges(num_buckets), timestamps.device, unwrapped)
     near_buckets_kernel[(items.shape[0],)](
@@ -244,21 +240,17 @@ def _records(
     row_bounds: Tensor,
     key_bounds: Tensor,
     items: Tensor,
-    sizes: tuple[int, int],
     rows_first: bool,
     longest: int,
     num_buckets: int,
 ) -> Tensor:
     """Return the records, 16 bytes for each block of scores; see `records_kernel`."""
-    bounds, (rows, keys) = (row_bounds, key_bounds), sizes
-    size = keys if rows_first else rows
-    num_blocks = -(-longest // size)
+    bounds, num_blocks = (row_bounds, key_bounds), -(-longest // ptx.BLOCK_TOKENS)
     records = items.new_empty(1 + items.shape[0] * num_blocks, 4, dtype=torch.int32)
     edges = _constant(time_edges(num_buckets), items.device, unwrapped)
     records_kernel[(items.shape[0],)](
         *(bounds if rows_first else bounds[::-1]), edges, items, records, num_blocks, num_buckets,
-        COLUMNS=items.shape[1], SIZE=size, ROWS_FIRST=rows_first,
-        WITH_NEAR=rows == keys == ptx.NEAR_SIZE, BLOCK=32,
+        COLUMNS=items.shape[1], ROWS_FIRST=rows_first, BLOCK=32,
     )  # fmt: skip
     return records
 

@@ -15,7 +15,9 @@ from recsys.ops.hstu_attention.work_list.item import (
 MOST_EDGES = tl.constexpr(ptx.MOST_EDGES)
 MANY = tl.constexpr(ptx.MANY)
 NEAR = tl.constexpr(ptx.NEAR)
-NEAR_SIZE = tl.constexpr(ptx.NEAR_SIZE)
+BLOCK_TOKENS = tl.constexpr(ptx.BLOCK_TOKENS)
+SCORES = tl.constexpr(ptx.SCORES)
+THREADS = tl.constexpr(32 * ptx.WARPS)
 RECORD_BYTES = tl.constexpr(ptx.RECORD_BYTES)
 NEAR_BLOCKS = tl.constexpr(ptx.NEAR_BLOCKS)
 NEAR_BYTES = tl.constexpr(ptx.NEAR_BYTES)
@@ -109,13 +111,13 @@ def _write_near(
     times, buckets, start, first, length, time_edges, num_buckets,
     ROWS_FIRST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Write the buckets of one block of NEAR_SIZE by NEAR_SIZE scores, DISTANCE blocks from the diagonal."""
+    """Write the buckets of one block of scores, DISTANCE blocks from the diagonal."""
     timestamps, next_timestamps = times
-    one = first + tl.arange(0, NEAR_SIZE)[:, None]
-    place = tl.arange(0, NEAR_SIZE)[None, :]
-    within = place % (NEAR_SIZE // 4)
-    other = within // 2 * 8 + place // (NEAR_SIZE // 4) * 2 + within % 2
-    shift = DISTANCE * NEAR_SIZE
+    one = first + tl.arange(0, BLOCK_TOKENS)[:, None]
+    place = tl.arange(0, BLOCK_TOKENS)[None, :]
+    within = place % (BLOCK_TOKENS // 4)
+    other = within // 2 * 8 + place // (BLOCK_TOKENS // 4) * 2 + within % 2
+    shift = DISTANCE * BLOCK_TOKENS
     other = first + other + tl.where(ROWS_FIRST, -shift, shift)
     last = length - 1
     row = tl.where(ROWS_FIRST, one, other)
@@ -126,7 +128,7 @@ def _write_near(
     seconds = tl.load(next_timestamps + row, mask=inside, other=0)
     seconds -= tl.load(timestamps + key, mask=inside, other=0)
     bucket = time_bucket(seconds, time_edges, num_buckets)
-    pointer = buckets + (start + one) * NEAR_BYTES + DISTANCE * NEAR_SIZE + place
+    pointer = buckets + (start + one) * NEAR_BYTES + DISTANCE * BLOCK_TOKENS + place
     tl.store(pointer, bucket.to(tl.uint8), mask=inside)
 
 
@@ -135,10 +137,10 @@ def near_buckets_kernel(
     timestamps, next_timestamps, of_rows, of_keys, time_edges, items, total_len, num_buckets,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the time buckets of scores near the diagonal; one program per tile of NEAR_SIZE tokens.
+    """Write the time buckets of scores near the diagonal; one program per tile of BLOCK_TOKENS tokens.
 
-    of_rows: uint8 [T + NEAR_SIZE, NEAR_BYTES], the buckets of each row's scores with the keys of its own tile
-        and of the tiles before it, in the order in which `ptx` loads them. Zeros past the end.
+    of_rows: uint8 [T + BLOCK_TOKENS, NEAR_BYTES], the buckets of each row's scores with the keys of its own
+        tile and of the tiles before it, in the order in which `ptx` loads them. Zeros past the end.
     of_keys: the same shape, the buckets of each key's scores with the rows of its own tile and of the tiles
         behind it.
     """
@@ -148,22 +150,20 @@ def near_buckets_kernel(
         _write_near(times, of_rows, start, first, length, time_edges, num_buckets, True, distance)
         _write_near(times, of_keys, start, first, length, time_edges, num_buckets, False, distance)
     if tl.program_id(0) == 0:
-        zeros = tl.zeros([NEAR_SIZE, NEAR_SIZE], tl.uint8)
-        end = (total_len + tl.arange(0, NEAR_SIZE)[:, None]).to(tl.int64) * NEAR_BYTES
-        end += tl.arange(0, NEAR_SIZE)[None, :]
+        zeros = tl.zeros([BLOCK_TOKENS, BLOCK_TOKENS], tl.uint8)
+        end = (total_len + tl.arange(0, BLOCK_TOKENS)[:, None]).to(tl.int64) * NEAR_BYTES
+        end += tl.arange(0, BLOCK_TOKENS)[None, :]
         for distance in tl.static_range(NEAR_BLOCKS):
-            tl.store(of_rows + end + distance * NEAR_SIZE, zeros)
-            tl.store(of_keys + end + distance * NEAR_SIZE, zeros)
+            tl.store(of_rows + end + distance * BLOCK_TOKENS, zeros)
+            tl.store(of_keys + end + distance * BLOCK_TOKENS, zeros)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_buckets"])
 def records_kernel(
     own_bounds, other_bounds, time_edges, items, records, num_blocks, num_buckets,
-    COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS_FIRST: tl.constexpr, WITH_NEAR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a record for each block of a tile's scores with SIZE tokens of the other dimension; one program
-    per item.
+    """Write a record for each block of a tile's scores; one program per item.
 
     own_bounds, other_bounds: the bounds of rows and of keys if ROWS_FIRST, otherwise of keys and of rows.
     records: int32 [1 + items * num_blocks, 4]; the first record only holds `num_blocks`.
@@ -176,20 +176,20 @@ def records_kernel(
         tl.store(records, num_blocks)
     for begin in range(0, num_blocks, BLOCK):
         block = begin + tl.arange(0, BLOCK)
-        inside = (block < num_blocks) & (block * SIZE < length)
-        pointer = other_bounds + (start + block * SIZE) * 2
+        inside = (block < num_blocks) & (block * BLOCK_TOKENS < length)
+        pointer = other_bounds + (start + block * BLOCK_TOKENS) * 2
         low = tl.load(pointer, mask=inside, other=0)
         high = tl.load(pointer + 1, mask=inside, other=0)
         if ROWS_FIRST:
-            least, most, ahead = own_low - high, own_high - low, first - block * SIZE
+            least, most, ahead = own_low - high, own_high - low, first - block * BLOCK_TOKENS
         else:
-            least, most, ahead = low - own_high, high - own_low, block * SIZE - first
+            least, most, ahead = low - own_high, high - own_low, block * BLOCK_TOKENS - first
         exact = (least >= 0) & (most - least < EXACT)
         lowest = time_bucket(tl.maximum(least, 0), time_edges, num_buckets)
         count = time_bucket(tl.maximum(most, 0), time_edges, num_buckets) - lowest
         kind = tl.where(exact & (count <= MOST_EDGES), count, MANY)
-        if WITH_NEAR:  # two edges cost as much as reading stored buckets
-            kind = tl.where((ahead >= 0) & (ahead < NEAR_BYTES) & (kind > 1), NEAR, kind)
+        # Two edges cost as much as reading stored buckets.
+        kind = tl.where((ahead >= 0) & (ahead < NEAR_BYTES) & (kind > 1), NEAR, kind)
         pointer = records + (1 + number * num_blocks + block) * 4
         tl.store(pointer, lowest + kind * 256, mask=inside)
         for edge in tl.static_range(1, 4):
@@ -207,29 +207,28 @@ def records_of(records, number):
 @triton.jit
 def packed_scores(
     product, alpha, one, first_one, other, first_other, sample, tables,
-    TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
+    TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
     """Turn a product into half of the scores, [tokens of `one`, tokens of `other`], by `ptx.add_bias`.
 
     one, other: length of the sample, times and offsets of the tokens of the first and of the second
         dimension; then the near buckets (for `one`) and the first token (for `other`).
-    sample: first target, size of a target group. tables: `distances`, `lookup`, the item's records. SIZE:
-        scores per thread.
+    sample: first target, size of a target group. tables: `distances`, `lookup`, the item's records.
     """
     return tl.inline_asm_elementwise(
         TEXT,
         CONSTRAINTS,
-        _arguments(product, alpha, one, first_one, other, first_other, sample, tables, 2 * SIZE),
+        _arguments(product, alpha, one, first_one, other, first_other, sample, tables),
         dtype=tl.float32,
         is_pure=True,
-        pack=SIZE,
+        pack=SCORES,
     )
 
 
 @triton.jit
 def add_to_tables(
     grad_score, one, first_one, other, first_other, sample, tables, sums,
-    TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
+    TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of a block's scores [keys, rows] to `sums`, by `ptx.add_to_tables`.
 
@@ -239,16 +238,16 @@ def add_to_tables(
     tl.inline_asm_elementwise(
         TEXT,
         CONSTRAINTS,
-        _arguments(grad_score, 0.0, one, first_one, other, first_other, sample, tables, 2 * SIZE)
+        _arguments(grad_score, 0.0, one, first_one, other, first_other, sample, tables)
         + (sums.to(tl.int64),),
         dtype=tl.int32,
         is_pure=False,
-        pack=SIZE,
+        pack=SCORES,
     )
 
 
 @triton.jit
-def begin(lookup, TEXT: tl.constexpr, THREADS: tl.constexpr):
+def begin(lookup, TEXT: tl.constexpr):
     """Run `ptx.begin`, which must precede every other piece of the assembly."""
     thread = tl.arange(0, THREADS)
     tl.inline_asm_elementwise(
@@ -257,7 +256,7 @@ def begin(lookup, TEXT: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def finish_sums(sums, num_buckets, TEXT: tl.constexpr, THREADS: tl.constexpr):
+def finish_sums(sums, num_buckets, TEXT: tl.constexpr):
     """Add the program's sums by bucket to `sums`, by `ptx.finish_sums`."""
     thread = tl.arange(0, THREADS)
     tl.inline_asm_elementwise(
@@ -266,10 +265,8 @@ def finish_sums(sums, num_buckets, TEXT: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _arguments(
-    values, alpha, one, first_one, other, first_other, sample, tables, SIZE: tl.constexpr
-):  # fmt: skip
-    """Return the operands that both pieces of assembly share. SIZE: tokens of `other` per block."""
+def _arguments(values, alpha, one, first_one, other, first_other, sample, tables):
+    """Return the operands that both pieces of assembly share."""
     return (
         values,
         alpha,
@@ -287,5 +284,5 @@ def _arguments(
         tables[1].to(tl.int64),
         other[3].to(tl.int32),
         one[3].to(tl.int64),
-        tables[2].to(tl.int64) + first_other.to(tl.uint32) // (SIZE // RECORD_BYTES),
+        tables[2].to(tl.int64) + first_other.to(tl.uint32) // (BLOCK_TOKENS // RECORD_BYTES),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from recsys.ops.hstu_attention.bias import launch as bias_launch
 from recsys.ops.hstu_attention.bias import ptx as ptx
 from recsys.ops.hstu_attention.bias.packed import finish_kernel
-from recsys.ops.hstu_attention.triton.block_sizes import Blocks, can_pack
+from recsys.ops.hstu_attention.triton.block_sizes import can_pack
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.descriptors import Boxes
 from recsys.ops.runtime.launch import launch, launch_specialized
@@ -108,32 +108,26 @@ def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, 
     return grads[0], grads[1]
 
 
-def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = False) -> dict[str, str]:
+def bias_constants(packed: bool, rows_first: bool, sums: bool = False) -> dict[str, str]:
     """Return the assembly that adds the bias to blocks, [rows, keys] if `rows_first` or else [keys, rows],
     and the assembly to run before the first block; both are empty if not `packed`. sums: the kernel also has
     `tables_constants`."""
     if not packed:
         return dict.fromkeys(("BIAS_TEXT", "BIAS_CONSTRAINTS", "BEGIN_TEXT"), "")
-    others, warps = blocks.keys if rows_first else blocks.rows, blocks.num_warps
-    assembly, begin = _add_bias(others // 8, warps, rows_first, _has_near(blocks)), _begin(warps, sums)
-    return {"BIAS_TEXT": assembly.text, "BIAS_CONSTRAINTS": assembly.constraints, "BEGIN_TEXT": begin}
+    text, constraints = _add_bias(rows_first)
+    return {"BIAS_TEXT": text, "BIAS_CONSTRAINTS": constraints, "BEGIN_TEXT": _begin(sums)}
 
 
-def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
+def tables_constants(sums: Sums | None) -> dict[str, str]:
     """Return the assembly that adds blocks [keys, rows] to the sums, and the assembly to run after the last
     block; both are empty without sums."""
     if sums is None:
         return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
-    assembly = _add_to_tables(blocks.rows // 8, blocks.num_warps, _has_near(blocks))
-    finish = _finish_sums(blocks.num_warps)
-    return {"TABLES_TEXT": assembly.text, "TABLES_CONSTRAINTS": assembly.constraints, "FINISH_TEXT": finish}
+    text, constraints = _add_to_tables()
+    return {"TABLES_TEXT": text, "TABLES_CONSTRAINTS": constraints, "FINISH_TEXT": _finish_sums()}
 
 
-def _has_near(blocks: Blocks) -> bool:
-    return blocks.rows == blocks.keys == ptx.NEAR_SIZE
-
-
-_add_bias = lru_cache(maxsize=16)(ptx.add_bias)
-_begin = lru_cache(maxsize=16)(ptx.begin)
-_add_to_tables = lru_cache(maxsize=16)(ptx.add_to_tables)
-_finish_sums = lru_cache(maxsize=16)(ptx.finish_sums)
+_add_bias = lru_cache(maxsize=2)(ptx.add_bias)
+_begin = lru_cache(maxsize=2)(ptx.begin)
+_add_to_tables = lru_cache(maxsize=1)(ptx.add_to_tables)
+_finish_sums = lru_cache(maxsize=1)(ptx.finish_sums)

@@ -58,13 +58,22 @@ CELLS_AT = MOST_BUCKETS * 4
 BUCKETS_AT = CELLS_AT + NUM_CELLS * CELL_BYTES
 """Byte offset of the buckets and their steps in `lookup`."""
 
-NEAR_SIZE = 64
-"""Tokens per block, in both dimensions, where the buckets of scores near the diagonal are stored."""
+BLOCK_TOKENS = 64
+"""Tokens per block, in both dimensions."""
+
+GROUPS = BLOCK_TOKENS // 8
+"""Groups of 8 tokens of `other` per block."""
+
+WARPS = BLOCK_TOKENS // 16
+"""Warps per program."""
+
+SCORES = 4 * GROUPS
+"""Scores per thread."""
 
 NEAR_BLOCKS = 3
 """Blocks that count as near the diagonal, including the one on it."""
 
-NEAR_BYTES = NEAR_BLOCKS * NEAR_SIZE
+NEAR_BYTES = NEAR_BLOCKS * BLOCK_TOKENS
 """Bytes per token: the buckets of its scores with the tokens of the near blocks; within a block, in the order
 of threads (t % 4), k and b."""
 
@@ -134,11 +143,9 @@ POINTERS = frozenset(
 
 
 class Writer:
-    """Collects lines of PTX for blocks with 8 * `groups` tokens of `other`, in programs of `warps` warps."""
+    """Collects lines of PTX."""
 
-    def __init__(self, groups: int, warps: int, arguments: tuple[str, ...]) -> None:
-        self.groups, self.warps = groups, warps
-        self.size = 4 * groups
+    def __init__(self, arguments: tuple[str, ...]) -> None:
         self.arguments = arguments
         self.lines: list[str] = []
 
@@ -146,28 +153,28 @@ class Writer:
         self.lines += lines
 
     def score(self, number: int) -> str:
-        return f"${self.size + number}"
+        return f"${SCORES + number}"
 
     def argument(self, name: str) -> str:
-        return f"${self.size * (2 + self.arguments.index(name))}"
+        return f"${SCORES * (2 + self.arguments.index(name))}"
 
     def entries(self) -> list[tuple[int, int, int, int]]:
         """List the number, k, h and b of each entry of a thread."""
-        return [(4 * k + 2 * h + b, k, h, b) for k in range(self.groups) for h in (0, 1) for b in (0, 1)]
+        return [(4 * k + 2 * h + b, k, h, b) for k in range(GROUPS) for h in (0, 1) for b in (0, 1)]
 
     def made(self, output: str) -> Assembly:
-        kinds = [output] * self.size + ["f"] * self.size
+        kinds = [output] * SCORES + ["f"] * SCORES
         for name in self.arguments:
-            kinds += ["l" if name in POINTERS else "f" if name == "alpha" else "r"] * self.size
+            kinds += ["l" if name in POINTERS else "f" if name == "alpha" else "r"] * SCORES
         return Assembly("{\n" + "\n".join(self.lines) + "\n}", ",".join(kinds))
 
 
-def add_bias(groups: int, warps: int, rows_first: bool, near: bool) -> Assembly:
+def add_bias(rows_first: bool) -> Assembly:
     """Turn the products of a block into half of its scores: times alpha / 2, plus half of the bias.
 
-    rows_first: the first dimension is rows, not keys. near: buckets near the diagonal are stored.
+    rows_first: the first dimension is rows, not keys.
     """
-    text = Writer(groups, warps, ARGUMENTS)
+    text = Writer(ARGUMENTS)
     places(text)
     read_record(text)
     # These loads have no branches between them, so they run while the product is awaited. Only loads whose
@@ -181,18 +188,13 @@ def add_bias(groups: int, warps: int, rows_first: bool, near: bool) -> Assembly:
     )
     load_offsets(text)
     _add_positions(text, rows_first)
-    if near:
-        text.add("@!near bra.uni NOT_NEAR;")
-        load_near_buckets(text, rows_first)
-        text.add("mov.u32 low, time_values;")
-        for number, k, h, b in text.entries():
-            near_bucket(text, "t", k, h, b)
-            text.add(
-                "mad.lo.u32 t, t, 4, low;",
-                "ld.shared.f32 f, [t];",
-                f"add.f32 ${number}, s{number}, f;",
-            )
-        text.add("bra.uni END;", "NOT_NEAR:")
+    text.add("@!near bra.uni NOT_NEAR;")
+    load_near_buckets(text, rows_first)
+    text.add("mov.u32 low, time_values;")
+    for number, k, h, b in text.entries():
+        near_bucket(text, "t", k, h, b)
+        text.add("mad.lo.u32 t, t, 4, low;", "ld.shared.f32 f, [t];", f"add.f32 ${number}, s{number}, f;")
+    text.add("bra.uni END;", "NOT_NEAR:")
     _add_few(text)
     text.add("bra.uni END;", "MANY:")
     _each(text, _add_from_cell)
@@ -203,14 +205,13 @@ def add_bias(groups: int, warps: int, rows_first: bool, near: bool) -> Assembly:
 def places(text: Writer) -> None:
     """Find the thread's `one` and `other` in the block, `at_one` and `at_other` in the sample; declare
     registers."""
-    size = text.size
     text.add(
         ".reg .pred toeplitz, near, few, p, p1, p2, p3;",
         ".reg .b32 thread, one, other, at_one, at_other, zero, rows_end, distance;",
         ".reg .b32 t, low, span, cell, lowest, e<8>;",
         ".reg .b64 address, wide_t, one_time<2>, other_time, of_cell;",
-        f".reg .f32 s<{size}>, line<{2 * text.groups + 2}>, x<{2 * text.groups}>, a<2>, c<4>, v<4>, f, g;",
-        f".reg .b32 y<{text.groups}>;",
+        f".reg .f32 s<{SCORES}>, line<{2 * GROUPS + 2}>, x<{2 * GROUPS}>, a<2>, c<4>, v<4>, f, g;",
+        f".reg .b32 y<{GROUPS}>;",
         "mov.u32 thread, %tid.x;",
         "shr.u32 one, thread, 2;",
         "and.b32 one, one, 7;",
@@ -249,11 +250,11 @@ def load_near_buckets(text: Writer, rows_first: bool) -> None:
         f"add.s32 t, at_one, {text.argument('start')};",
         f"mul.wide.s32 wide_t, t, {NEAR_BYTES};",
         f"add.s64 address, wide_t, {text.argument('near')};",
-        f"mad.lo.u32 low, other, {text.groups}, low;",
+        f"mad.lo.u32 low, other, {GROUPS}, low;",
         "cvt.u64.u32 wide_t, low;",
         "add.s64 address, address, wide_t;",
     )
-    size = text.groups // 2
+    size = GROUPS // 2
     for h in (0, 1):
         names = ", ".join(f"y{size * h + n}" for n in range(size))
         text.add(f"ld.global.nc.v{size}.b32 {{{names}}}, [address+{8 * h * NEAR_BYTES}];")
@@ -262,7 +263,7 @@ def load_near_buckets(text: Writer, rows_first: bool) -> None:
 def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
     """Extract one of the buckets that `load_near_buckets` has loaded."""
     byte = 2 * k + b
-    text.add(f"bfe.u32 {name}, y{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
+    text.add(f"bfe.u32 {name}, y{GROUPS // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
 
 
 def load_offsets(text: Writer) -> None:
@@ -272,7 +273,7 @@ def load_offsets(text: Writer) -> None:
         "mul.wide.s32 wide_t, t, 4;",
         f"add.s64 address, wide_t, {text.argument('other_offsets')};",
     )
-    for k in range(text.groups):
+    for k in range(GROUPS):
         text.add(f"ld.global.nc.v2.f32 {{x{2 * k}, x{2 * k + 1}}}, [address+{32 * k}];")
     text.add(
         f"mad.lo.s32 t, {text.argument('start')}, 2, at_one;",
@@ -287,12 +288,12 @@ def find_line(text: Writer, rows_first: bool) -> None:
     """Set `toeplitz` if all rows are history, and `distance` to the distance of the thread's first entry."""
     if rows_first:
         text.add(
-            f"add.s32 rows_end, {text.argument('first_one')}, {16 * text.warps};",
+            f"add.s32 rows_end, {text.argument('first_one')}, {16 * WARPS};",
             "sub.s32 distance, at_one, at_other;",
         )
     else:
         text.add(
-            f"add.s32 rows_end, {text.argument('first_other')}, {8 * text.groups};",
+            f"add.s32 rows_end, {text.argument('first_other')}, {8 * GROUPS};",
             "sub.s32 distance, at_other, at_one;",
         )
     length = text.argument("length_one" if rows_first else "length_other")
@@ -309,7 +310,7 @@ def _load_line(text: Writer, rows_first: bool) -> None:
         f"add.s64 address, wide_t, {text.argument('distances')};",
     )
     sign = -1 if rows_first else 1
-    for u in range(-1, text.groups):
+    for u in range(-1, GROUPS):
         for b in (0, 1):
             offset = sign * (32 * u + 4 * b)
             text.add(f"ld.global.nc.f32 line{2 * (u + 1) + b}, [address+{offset}];")
@@ -317,7 +318,7 @@ def _load_line(text: Writer, rows_first: bool) -> None:
 
 def _add_positions(text: Writer, rows_first: bool) -> None:
     """Compute the scores s0..: products, position parts and v0, the value of the lowest time bucket."""
-    for number in range(2 * text.groups + 2):
+    for number in range(2 * GROUPS + 2):
         text.add(f"add.f32 line{number}, line{number}, v0;")
     for number, k, h, b in text.entries():
         text.add(
@@ -348,7 +349,7 @@ def _each_distance(text: Writer, rows_first: bool, do: Callable[[int, int, int, 
         for h in (0, 1):
             text.add(f"add.s32 low, at_one, {8 * h};")
             _shift(text, f"e{4 + h}")
-    for k in range(text.groups):
+    for k in range(GROUPS):
         for b in (0, 1):
             text.add(f"add.s32 cell, at_other, {8 * k + b};", "add.s32 cell, cell, zero;")
             if not rows_first:
@@ -387,7 +388,7 @@ def _add_few(text: Writer) -> None:
                 f"fma.rn.f32 s{number}, f, v{edge}, s{number};",
             )
     text.add("ADDED:")
-    for number in range(text.size):
+    for number in range(SCORES):
         text.add(f"mov.f32 ${number}, s{number};")
 
 
@@ -400,7 +401,7 @@ def _each(text: Writer, do: Callable[[Writer, int], None]) -> None:
         text.add(f"sub.s32 {name}, {text.argument(length)}, 1;")
     for h in (0, 1):
         _load_time(text, "one", f"one_time{h}", 8 * h)
-    for k in range(text.groups):
+    for k in range(GROUPS):
         for b in (0, 1):
             _load_time(text, "other", "other_time", 8 * k + b)
             for h in (0, 1):
@@ -448,9 +449,9 @@ def _add_from_cell(text: Writer, number: int) -> None:
     wait_for(text, f"${number}")
 
 
-def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
+def add_to_tables() -> Assembly:
     """Add the gradients of a block's scores [keys, rows] to the sums by distance and by bucket."""
-    text = Writer(groups, warps, (*ARGUMENTS, *SUMS))
+    text = Writer((*ARGUMENTS, *SUMS))
     places(text)
     find_line(text, False)
     read_record(text)
@@ -458,10 +459,9 @@ def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
     text.add("@!p1 bra.uni NO_EDGE;")
     load_offsets(text)
     text.add("NO_EDGE:")
-    if near:
-        text.add("@!near bra.uni FAR;")
-        load_near_buckets(text, False)
-        text.add("FAR:")
+    text.add("@!near bra.uni FAR;")
+    load_near_buckets(text, False)
+    text.add("FAR:")
     text.add("@!toeplitz bra.uni ALONE;")
     _sum_line(text)
     text.add("bra.uni PLACED;", "ALONE:")
@@ -475,21 +475,20 @@ def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
         )
 
     _each_distance(text, False, add_alone)
-    _tree(text, "total", [text.score(number) for number in range(text.size)])
+    _tree(text, "total", [text.score(number) for number in range(SCORES)])
     text.add("PLACED:")
-    if near:
-        text.add("@!near bra.uni NOT_NEAR;")
-        for number, k, h, b in text.entries():
-            near_bucket(text, "bucket", k, h, b)
-            text.add(f"mad.lo.u32 {'at_next' if b else 'at_bucket'}, bucket, {LINE_BYTES}, mine;")
-            if b:
-                _add_to_two(text, text.score(number - 1), text.score(number))
-        text.add("bra.uni END;", "NOT_NEAR:")
+    text.add("@!near bra.uni NOT_NEAR;")
+    for number, k, h, b in text.entries():
+        near_bucket(text, "bucket", k, h, b)
+        text.add(f"mad.lo.u32 {'at_next' if b else 'at_bucket'}, bucket, {LINE_BYTES}, mine;")
+        if b:
+            _add_to_two(text, text.score(number - 1), text.score(number))
+    text.add("bra.uni END;", "NOT_NEAR:")
     _sum_few(text)
     text.add("MANY:")
     _each(text, _sum_by_cell)
     text.add("END:")
-    for number in range(text.size):
+    for number in range(SCORES):
         text.add(f"mov.b32 ${number}, 0;")
     return text.made("=r")
 
@@ -579,13 +578,13 @@ def _sum_by_cell(text: Writer, number: int) -> None:
     wait_for(text, "v0")
 
 
-def begin(warps: int, sums: bool) -> str:
+def begin(sums: bool) -> str:
     """Return the text to run before a program's first `add_bias`. It copies the values of the head's time
     buckets to shared memory and, if there will be `sums`, clears the sums of `add_to_tables`. Operands: an
     unused one, and `lookup`."""
     sizes = {"time_values": 4 * MOST_BUCKETS}
     if sums:
-        sizes |= {"bucket_sums": warps * WARP_BYTES, "lines": warps * LINES_BYTES}
+        sizes |= {"bucket_sums": WARPS * WARP_BYTES, "lines": WARPS * LINES_BYTES}
     lines = [
         *(
             f".shared .align {SHARED_STEP} .b8 {name}[{-(-size // SHARED_STEP) * SHARED_STEP}];"
@@ -608,14 +607,14 @@ def begin(warps: int, sums: bool) -> str:
     for name, size in (("bucket_sums", WARP_BYTES), ("lines", LINES_BYTES)) if sums else ():
         lines += [f"mov.u32 mine, {name};", "mad.lo.u32 mine, thread, 16, mine;"]
         zeros = ", ".join(["0f00000000"] * 4)
-        for place in range(0, warps * size, 512 * warps):
-            left = (warps * size - place) // 16
+        for place in range(0, WARPS * size, 512 * WARPS):
+            left = (WARPS * size - place) // 16
             lines.append(f"setp.lt.u32 p, thread, {left};")
             lines.append(f"@p st.shared.v4.f32 [mine+{place}], {{{zeros}}};")
     return "\n".join([*lines, "bar.sync 0;", "mov.b32 $0, 0;", "}"])
 
 
-def finish_sums(warps: int) -> str:
+def finish_sums() -> str:
     """Return the text to run after a program's last block. It adds the program's sums by bucket to those of
     all programs. Operands: an unused one, a pointer to the head's sums, and their number."""
     lines = [
@@ -637,7 +636,7 @@ def finish_sums(warps: int) -> str:
             "and.b32 lane, lane, 31;",
             "mad.lo.u32 at, lane, 4, mine;",
         ]
-        for warp in range(warps):
+        for warp in range(WARPS):
             lines += [
                 f"@p ld.shared.f32 f, [at+{warp * WARP_BYTES}];",
                 f"@p add.f32 sum{warp % 4}, sum{warp % 4}, f;",
@@ -683,10 +682,10 @@ def _sum_line(text: Writer) -> None:
         "mad.lo.u32 cell, other, 4, cell;",
         "bar.warp.sync -1;",  # all threads have read what was written last time
     )
-    for u in range(-1, text.groups):
+    for u in range(-1, GROUPS):
         for b in (0, 1):
             low = text.score(4 * u + b) if u >= 0 else None
-            high = text.score(4 * (u + 1) + 2 + b) if u + 1 < text.groups else None
+            high = text.score(4 * (u + 1) + 2 + b) if u + 1 < GROUPS else None
             if low and high:
                 text.add(f"add.f32 sum{b}, {low}, {high};")
             else:
@@ -702,7 +701,7 @@ def _sum_line(text: Writer) -> None:
         "mul.wide.s32 wide_t, distance, 4;",
         f"add.s64 address, wide_t, {text.argument('position_sums')};",
     )
-    count = 8 * (text.groups + 1) + 7
+    count = 8 * (GROUPS + 1) + 7
     for first in range(0, count, 32):
         for row in range(8):
             name = "part" if row > 1 else f"sum{row}"

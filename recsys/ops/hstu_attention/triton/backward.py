@@ -77,7 +77,7 @@ def _add_rows(
     if MODE[5] != "":
         score = packed_scores(
             score, alpha, key_times, own, times, first, (history_end, rule[3]), tables,
-            MODE[5], MODE[6], BLOCK_M // 2,
+            MODE[5], MODE[6],
         )  # fmt: skip
     else:
         score = score * alpha
@@ -101,7 +101,7 @@ def _add_rows(
     if MODE[8] != "":
         add_to_tables(
             grad_score, key_times, own, times, first, (history_end, rule[3]), tables,
-            tables[3], MODE[8], MODE[9], BLOCK_M // 2,
+            tables[3], MODE[8], MODE[9],
         )  # fmt: skip
     return grad_k, grad_v
 
@@ -149,7 +149,7 @@ def keys_kernel(
         lookup = time_table + head * time_stride
         sums = position_sums + part * (2 * reach + 1) + reach
         tables = (distances, lookup, records_of(float_edges, own), sums)
-        begin(lookup, BEGIN_TEXT, 2 * BLOCK_N)
+        begin(lookup, BEGIN_TEXT)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     for number in range(own, own + 1):
@@ -201,7 +201,7 @@ def keys_kernel(
             sum_v = sum_v * inverse_scale
             store_block(grad_v + token * V, first, length, num_heads * V, sum_v, V, BLOCK_N, BLOCK_V)
     if FINISH_TEXT != "":
-        finish_sums(time_sums + part * num_buckets, num_buckets, FINISH_TEXT, 2 * BLOCK_N)
+        finish_sums(time_sums + part * num_buckets, num_buckets, FINISH_TEXT)
 
 
 @triton.jit
@@ -228,7 +228,7 @@ def _add_keys(
     if MODE[3] != "":
         score = packed_scores(
             score, alpha, row_times, own, times, first, (history_end, rule[3]), tables,
-            MODE[3], MODE[4], BLOCK_N // 2,
+            MODE[3], MODE[4],
         )  # fmt: skip
     else:
         score = score * alpha
@@ -276,7 +276,7 @@ def rows_kernel(
     if PACKED:
         lookup = time_table + head * time_stride
         tables = (distances, lookup, records_of(float_edges, tl.program_id(0) // num_heads))
-        begin(lookup, BEGIN_TEXT, 2 * BLOCK_M)
+        begin(lookup, BEGIN_TEXT)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads

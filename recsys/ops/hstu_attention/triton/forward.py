@@ -59,7 +59,7 @@ def _add_block(
     if MODE[4] != "":
         score = packed_scores(
             score, alpha, row_times, i_first, times, first, (history_end, rule[3]), tables,
-            MODE[4], MODE[5], BLOCK_N // 2,
+            MODE[4], MODE[5],
         )  # fmt: skip
     else:
         score = score * alpha
@@ -139,7 +139,7 @@ def forward_kernel(
     if PACKED:
         lookup = time_table + head * time_stride
         tables = (distances, lookup, records_of(float_edges, tl.program_id(0) // num_heads))
-        begin(lookup, BEGIN_TEXT, 2 * BLOCK_M)
+        begin(lookup, BEGIN_TEXT)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads

@@ -65,7 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
     num_heads = q.shape[1]
     compiled_for = {
         "DESCRIBED": described,
-        **bias_constants(packed, blocks, rows_first=True),
+        **bias_constants(packed, rows_first=True),
         **constants(problem, q, v, blocks),
     }
     for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
@@ -140,8 +140,8 @@ def _launch_keys(
         "GRAD_K": kernel != "grad_v",
         "GRAD_V": kernel != "grad_k",
         "DESCRIBED": described,
-        **bias_constants(packed, blocks, rows_first=False, sums=sums is not None),
-        **tables_constants(blocks, sums),
+        **bias_constants(packed, rows_first=False, sums=sums is not None),
+        **tables_constants(sums),
         **constants(problem, q, v, blocks),
     }
     shown = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)
@@ -166,7 +166,7 @@ def _launch_rows(given: _Given, out: Gradients, problem: Problem, wrap: Wrap) ->
     num_heads = q.shape[1]
     compiled_for = {
         "DESCRIBED": described,
-        **bias_constants(packed, blocks, rows_first=True),
+        **bias_constants(packed, rows_first=True),
         **constants(problem, q, v, blocks),
     }
     shown = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)
@@ -259,9 +259,8 @@ def parts_of(
     arguments, bias = bias_arguments_of(problem, items, blocks, wrap, packed, rows_first), problem.bias
     if not packed or bias is None:
         return iter([(items, arguments)])
-    times, sizes = (bias.timestamps, bias.next_timestamps), (blocks.rows, blocks.keys)
-    order = problem.mask, rows_first, section
-    return packed_parts(arguments, times, problem.layout, items, sizes, order)
+    times, order = (bias.timestamps, bias.next_timestamps), (problem.mask, rows_first, section)
+    return packed_parts(arguments, times, problem.layout, items, order)
 
 
 def bias_arguments_of(
@@ -277,15 +276,14 @@ def bias_arguments_of(
     key = (packed, blocks.rows, blocks.keys, packed and rows_first)
     arguments = problem.shared.get(key)
     if arguments is None:
-        sizes = blocks.rows, blocks.keys
         if packed and bias is not None:
             tables = problem.shared.get(TABLES)
             if tables is None:
                 tables = problem.shared[TABLES] = packed_tables(bias, layout)
-            arguments = packed_arguments(bias, tables, layout, items, sizes, rows_first)
+            arguments = packed_arguments(bias, tables, layout, items, rows_first)
         else:
             arguments = bias_arguments(
-                bias, layout, layout.max_len, items, *sizes, wrap, shared=wrap is unwrapped
+                bias, layout, layout.max_len, items, blocks.rows, blocks.keys, wrap, shared=wrap is unwrapped
             )
         problem.shared[key] = arguments
     return arguments

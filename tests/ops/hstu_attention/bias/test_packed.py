@@ -123,9 +123,7 @@ def test_records_take_a_bounded_number_of_bytes_a_token(monkeypatch):
         dummy, times = torch.zeros(1), (torch.zeros(1), torch.zeros(1))
         arguments = [dummy] * (NUM_ARGUMENTS - 1) + [40]
         taken, seen = [], []
-        for part, given in packed_parts(
-            arguments, times, layout, items, (64, 64), (AttentionMask(), True, None)
-        ):
+        for part, given in packed_parts(arguments, times, layout, items, (AttentionMask(), True, None)):
             taken.append(given[RECORDS].nbytes)
             seen.append(part)
             assert given[:RECORDS] == arguments[:RECORDS] and given[RECORDS + 1 :] == arguments[RECORDS + 1 :]

@@ -14,8 +14,7 @@ from recsys.ops.hstu_attention.bias.launch import record_numbers, time_edges
 from recsys.ops.relative_bias import relative_positions, time_bucket
 from tests.tools import ptx
 
-WARPS = 4
-THREADS = 32 * WARPS
+THREADS = 32 * bias_ptx.WARPS
 POSITIONS = 700
 ALPHA = 0.7
 
@@ -23,7 +22,6 @@ ALPHA = 0.7
 class Block(NamedTuple):
     """The place of a block of scores in a sample."""
 
-    groups: int  # of eight others
     first_row: int
     first_key: int
     history_end: int
@@ -32,13 +30,12 @@ class Block(NamedTuple):
 
 
 BLOCKS = [
-    Block(8, 1024, 64, 2000, 1, 2000),  # far from the diagonal
-    Block(8, 192, 128, 2000, 1, 2000),
-    Block(8, 256, 256, 300, 1, 300),  # on it, and past the end of the sample
-    Block(8, 192, 64, 150, 1, 237),  # rows that are targets
-    Block(8, 192, 192, 200, 5, 251),
-    Block(4, 64, 64, 500, 1, 500),
-    Block(8, 0, 0, 20, 1, 23),
+    Block(1024, 64, 2000, 1, 2000),  # far from the diagonal
+    Block(192, 128, 2000, 1, 2000),
+    Block(256, 256, 300, 1, 300),  # on it, and past the end of the sample
+    Block(192, 64, 150, 1, 237),  # rows that are targets
+    Block(192, 192, 200, 5, 251),
+    Block(0, 0, 20, 1, 23),
 ]
 
 
@@ -80,7 +77,7 @@ class Case:
     def __init__(self, kind: str, block: Block, num_buckets: int, rows_first: bool) -> None:
         self.block, self.rows_first = block, rows_first
         random = np.random.default_rng(1)
-        self.sizes = THREADS // 2, 8 * block.groups
+        self.sizes = (bias_ptx.BLOCK_TOKENS,) * 2
         self.scores = random.standard_normal(self.sizes).astype(np.float32)
         self.positions = random.standard_normal(POSITIONS).astype(np.float32)
         self.times_table = random.standard_normal(num_buckets).astype(np.float32)
@@ -130,7 +127,7 @@ class Case:
         least, most = int(rows.min() - keys.max()), int(rows.max() - keys.min())
         low, high = (int(time_bucket(torch.tensor(end), len(self.times_table))) for end in (least, most))
         few = 0 <= least and most - least < 2**24 and high - low <= 3
-        near = row_size == key_size and 0 <= self.block.first_row - self.block.first_key < 192
+        near = 0 <= self.block.first_row - self.block.first_key < 192
         kind = high - low if few else bias_ptx.MANY
         kind = bias_ptx.NEAR if near and kind > 1 else kind
         edges = [time_edges(len(self.times_table))[min(low + n, len(self.times_table))] for n in (1, 2, 3)]
@@ -171,7 +168,7 @@ class Case:
             values |= {f"{name}_times": memory.place(times), f"{name}_offsets": memory.place(offsets)}
         for name, array in zip(bias_ptx.SUMS, sums, strict=False):
             values[name] = memory.place(array) + (4 * reach if name == "position_sums" else 0)
-        threads, size = ptx.Threads(THREADS, memory), 4 * block.groups
+        threads, size = ptx.Threads(THREADS, memory), bias_ptx.SCORES
         registers = {f"arg_{name}": np.full(THREADS, value, np.uint64) for name, value in values.items()}
         registers["arg_alpha"] = ptx.bits(np.full(THREADS, ALPHA, np.float32))
         registers |= {f"in{entry}": ptx.bits(scores[at(entry)]) for entry in range(size)}
@@ -193,11 +190,11 @@ class Case:
 def test_scores_get_the_bias_of_their_pair(kind, rows_first):
     for number, block in enumerate(BLOCKS):
         case = Case(kind, block, (64, 40, 70, 5)[number % 4], rows_first)
-        assembly = bias_ptx.add_bias(block.groups, WARPS, rows_first, block.groups == 8)
+        assembly = bias_ptx.add_bias(rows_first)
         begin(case, False)
         threads = case.run(assembly, bias_ptx.ARGUMENTS, case.scores)
         got = np.full(case.sizes, np.nan, np.float32)
-        for entry in range(4 * block.groups):
+        for entry in range(bias_ptx.SCORES):
             got[at(entry)] = threads.registers[f"out{entry}"].astype(np.uint32).view(np.float32)
         want = ALPHA * case.scores + 0.5 * case.positions[case.distance]
         want = want + 0.5 * case.times_table[case.bucket]
@@ -208,14 +205,14 @@ def test_scores_get_the_bias_of_their_pair(kind, rows_first):
 def begin(case: Case, sums: bool) -> None:
     threads = ptx.Threads(THREADS, ptx.Memory())
     threads.registers["operand2"] = np.full(THREADS, threads.memory.place(case.lookup()), np.uint64)
-    threads.run(bias_ptx.begin(WARPS, sums).replace("$", "operand"))
+    threads.run(bias_ptx.begin(sums).replace("$", "operand"))
 
 
 def finish_sums(by_bucket: np.ndarray) -> None:
     threads = ptx.Threads(THREADS, ptx.Memory())
     threads.registers["operand2"] = np.full(THREADS, threads.memory.place(by_bucket), np.uint64)
     threads.registers["operand3"] = np.full(THREADS, len(by_bucket), np.uint64)
-    threads.run(bias_ptx.finish_sums(WARPS).replace("$", "operand"))
+    threads.run(bias_ptx.finish_sums().replace("$", "operand"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,7 +224,7 @@ def test_sums_by_distance_and_by_bucket(kind):
         reach = block.length + 128
         by_distance = np.zeros(2 * reach + 1, np.float32)
         by_bucket = np.zeros(len(case.times_table), np.float32)
-        assembly = bias_ptx.add_to_tables(block.groups, WARPS, block.groups == 8)
+        assembly = bias_ptx.add_to_tables()
         begin(case, True)
         case.run(assembly, names, grad_scores, (by_distance,))
         finish_sums(by_bucket)
