@@ -87,15 +87,15 @@ def batch_of(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0) -> Batc
 
 def launch(choice: Choice, batch: Batch) -> list[torch.Tensor]:
     """Launch the kernel and return its outputs."""
-    triton_launch.DESCRIPTORS = choice.kernel == "described"
+    triton_launch.can_describe = lambda *_: choice.kernel == "described"
     triton_launch.blocks_of = lambda *_, **__: choice.blocks
-    problem, (q, k, v, grad_out), out = batch
+    problem, given, out = batch
     if choice.kernel in ("forward", "described"):
-        return [triton_launch.forward(q, k, v, problem)]
+        return [triton_launch.forward(*given[:3], problem)]
     if choice.kernel == "rows":
-        triton_launch._launch_rows(q, k, v, grad_out, out, problem, None, unwrapped)
+        triton_launch._launch_rows(given, out, problem, unwrapped)
         return [out.q]
-    triton_launch._launch_keys(choice.kernel, q, k, v, grad_out, out, problem, unwrapped)
+    triton_launch._launch_keys(choice.kernel, given, out, problem, None, unwrapped)
     return {"keys": [out.k, out.v], "grad_k": [out.k], "grad_v": [out.v]}[choice.kernel]
 
 

@@ -9,7 +9,7 @@ def emulated(monkeypatch):
     """The kernels run in the emulator, on three processors; memory for gradients holds NaN."""
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from recsys.ops.hstu_attention import Problem
-    from recsys.ops.hstu_attention.cached import hopper_launch as cached_launch
+    from recsys.ops.hstu_attention.cached import hopper_kernel as cached_launch
     from recsys.ops.hstu_attention.hopper import launch, two_pass
     from recsys.ops.runtime import hopper_launch
     from tests.tools.gluon_emulator import Emulated

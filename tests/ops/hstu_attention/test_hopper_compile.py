@@ -14,7 +14,7 @@ from tests.tools.assembled import SHARED_MEMORY, Assembled, assemble, descriptor
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 pytestmark = needs_gluon
 
-from recsys.ops.hstu_attention.cached import hopper_launch as cached_launch  # noqa: E402
+from recsys.ops.hstu_attention.cached import hopper_kernel as cached_launch  # noqa: E402
 from recsys.ops.hstu_attention.hopper import launch, two_pass  # noqa: E402
 from recsys.ops.hstu_attention.hopper.launch import LONG_SIZES, SIZES  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Hopper backend of `hstu_attention_cached`, only for candidates on cached histories.
 
-This module itself needs no Triton: the kernel is in `hopper_kernel`, its launch in `hopper_launch`.
+This module itself needs no Triton: kernel and launch are in `hopper_kernel`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 WIDTHS = (64, 128)
-"""Head widths, in columns, for which `hopper_launch` has sizes."""
+"""Head widths, in columns, for which `hopper_kernel` has sizes."""
 
 ENOUGH = 96
 """Tiles times heads from which on a call keeps a GPU busy; with fewer, the Triton backend, which sums in
 parts, is as fast."""
 
-_OPS = f"{__name__.rpartition('.')[0]}.hopper_launch"
+_OPS = f"{__name__.rpartition('.')[0]}.hopper_kernel"
 
 triton_support.preload_gluon(_OPS)
 

@@ -43,7 +43,7 @@ from recsys.ops.runtime.triton_support import block_width, load, missing_for_hop
 TABLES = ("tables",)
 """Key of the `PackedTables` in `Problem.shared`."""
 
-AT_ONCE = "recsys.ops.hstu_attention.bias.hopper_launch"
+AT_ONCE = "recsys.ops.hstu_attention.bias.hopper_kernel"
 """The module that computes all gradients with a bias in a single Gluon kernel."""
 
 PROGRAMS_PER_PROCESSOR = 2

@@ -22,7 +22,7 @@ DIM = 64
 
 @pytest.fixture
 def emulated(monkeypatch):
-    from recsys.ops.hstu_attention.bias import hopper_launch as biased_launch
+    from recsys.ops.hstu_attention.bias import hopper_kernel as biased_launch
     from recsys.ops.hstu_attention.hopper import launch as hopper_launch
     from recsys.ops.hstu_attention.triton import launch as triton_launch
     from tests.tools.gluon_emulator import Emulated
@@ -90,7 +90,7 @@ test_the_kernel_in_the_emulator = harness.interpreter_test(__file__)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_programs_share_a_processor_and_no_product_waits(every, dtype, tmp_path):
     """Registers without spills, shared memory with that of the assembly, products under way at a time."""
-    from recsys.ops.hstu_attention.bias.hopper_launch import BLOCKS, biased_kernel
+    from recsys.ops.hstu_attention.bias.hopper_kernel import BLOCKS, biased_kernel
     from tests.ops.hstu_attention import test_triton_compile as compiling
 
     constants = {"WINDOWED": every, "TARGET_WINDOW": False, "GROUPED": every, "CONTEXTUAL_READS": True}

@@ -167,7 +167,7 @@ def test_heads_of_other_widths(dims):
 @on_a_gpu
 def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
     """Sums in any order: as near each time. In sections of about 1,000 tokens."""
-    from recsys.ops.hstu_attention.bias import hopper_launch as bias_hopper_launch
+    from recsys.ops.hstu_attention.bias import hopper_kernel as bias_hopper_launch
     from recsys.ops.hstu_attention.hopper import launch as hopper_launch
 
     made = []

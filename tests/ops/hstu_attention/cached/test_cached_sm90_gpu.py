@@ -23,7 +23,7 @@ def check(case, mask=CAUSAL):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dim", "large"), [(64, False), (64, True), (128, False)])
 def test_random_batches_in_any_order(dim, large, dtype, monkeypatch):
-    from recsys.ops.hstu_attention.cached import hopper_launch
+    from recsys.ops.hstu_attention.cached import hopper_kernel as hopper_launch
 
     sizes = (hopper_launch.LARGE_SIZES if large else hopper_launch.SIZES)[dim]
     monkeypatch.setattr(hopper_launch, "sizes_for", lambda *_: sizes)
