@@ -104,8 +104,8 @@ class Gradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    position_table: Tensor | None
-    time_table: Tensor | None
+    position_table: Tensor | None = None
+    time_table: Tensor | None = None
 
 
 class FlatProblem(NamedTuple):

@@ -22,19 +22,16 @@ def linear_logp_sharded(
     group: dist.ProcessGroup,
     first_row: int,
     num_rows: int,
-    bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
-    candidate_ids: Tensor | None = None,
-    target_ids: Tensor | None = None,
     ignore_index: int = -100,
     l2_normalize: bool = False,
     backend: str = "auto",
 ) -> LinearLogp:
     """Computes `linear_logp` over the concatenated weight rows of all ranks.
 
-    All ranks of the group call it, and call its backward, with the same `hidden`, `target`, `target_ids` and
-    temperature and the same loss on top, as if each held the whole weight. Gradients of hidden and
-    temperature are complete and equal on every rank; those of weight and bias are this rank's own.
+    All ranks of the group call it, and call its backward, with the same `hidden`, `target` and temperature
+    and the same loss on top, as if each held the whole weight. Gradients of hidden and temperature are
+    complete and equal on every rank; that of weight is this rank's own.
 
     Args:
         hidden: [N, D] floating point.
@@ -43,13 +40,12 @@ def linear_logp_sharded(
         group: process group of the ranks.
         first_row: index of this rank's first row in the whole weight.
         num_rows: number of rows of the whole weight.
-        bias, candidate_ids: [V of this rank].
-        temperature, target_ids, ignore_index, l2_normalize, backend: as in `linear_logp`.
+        temperature, ignore_index, l2_normalize, backend: as in `linear_logp`.
 
     Raises:
         TypeError, ValueError: as `linear_logp`, and for rows outside the whole weight.
     """
-    operands = operands_of(hidden, weight, target, bias, temperature, candidate_ids, target_ids)
+    operands = operands_of(hidden, weight, target, None, temperature, None, None)
     if not 0 <= first_row <= first_row + weight.shape[0] <= num_rows:
         raise ValueError(
             f"first_row = {first_row} and the {weight.shape[0]} rows of weight must lie within the "

@@ -247,16 +247,13 @@ def _outputs(parts: RowSums, operands: Operands, target: Tensor | None, shard: W
 
 def _merged(parts: RowSums, operands: Operands, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Merges maximum, total and z[target] - maximum over all ranks; the last is 0 where no rank has the
-    target."""
+    target. There are targets."""
     _, total, score = parts
-    owned_target = operands.target
     maximum = parts.maximum.clone()
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
-    # A rank without a candidate for a row has total 0 and maximum -inf; this can hold for all ranks.
+    # A rank without candidates has total 0 and maximum -inf.
     here = torch.where(parts.maximum == -torch.inf, 0, total * (parts.maximum - maximum).exp())
-    shifted = torch.zeros_like(here)
-    if owned_target is not None:
-        shifted = torch.where(is_row(owned_target, operands.weight.shape[0]), score - maximum, 0)
+    shifted = torch.where(is_row(operands.target, operands.weight.shape[0]), score - maximum, 0)
     both = torch.stack([here, shifted])
     dist.all_reduce(both, group=group)
     return maximum, both[0], both[1]

@@ -158,6 +158,13 @@ class Writer:
     def argument(self, name: str) -> str:
         return f"${SCORES * (2 + self.arguments.index(name))}"
 
+    def point(self, index: str, size: int, name: str) -> tuple[str, str]:
+        """Return the lines that let `address` point to entry `index`, of `size` bytes, of an argument."""
+        return (
+            f"mul.wide.s32 wide_t, {index}, {size};",
+            f"add.s64 address, wide_t, {self.argument(name)};",
+        )
+
     def entries(self) -> list[tuple[int, int, int, int]]:
         """List the number, k, h and b of each entry of a thread."""
         return [(4 * k + 2 * h + b, k, h, b) for k in range(GROUPS) for h in (0, 1) for b in (0, 1)]
@@ -248,8 +255,7 @@ def load_near_buckets(text: Writer, rows_first: bool) -> None:
     text.add(
         f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
         f"add.s32 t, at_one, {text.argument('start')};",
-        f"mul.wide.s32 wide_t, t, {NEAR_BYTES};",
-        f"add.s64 address, wide_t, {text.argument('near')};",
+        *text.point("t", NEAR_BYTES, "near"),
         f"mad.lo.u32 low, other, {GROUPS}, low;",
         "cvt.u64.u32 wide_t, low;",
         "add.s64 address, address, wide_t;",
@@ -270,15 +276,13 @@ def load_offsets(text: Writer) -> None:
     """Load the offsets of the thread's tokens: x0.. for the second dimension, a0 and a1 for the first."""
     text.add(
         f"mad.lo.s32 t, {text.argument('start')}, 2, at_other;",
-        "mul.wide.s32 wide_t, t, 4;",
-        f"add.s64 address, wide_t, {text.argument('other_offsets')};",
+        *text.point("t", 4, "other_offsets"),
     )
     for k in range(GROUPS):
         text.add(f"ld.global.nc.v2.f32 {{x{2 * k}, x{2 * k + 1}}}, [address+{32 * k}];")
     text.add(
         f"mad.lo.s32 t, {text.argument('start')}, 2, at_one;",
-        "mul.wide.s32 wide_t, t, 4;",
-        f"add.s64 address, wide_t, {text.argument('one_offsets')};",
+        *text.point("t", 4, "one_offsets"),
     )
     for h in (0, 1):
         text.add(f"ld.global.nc.f32 a{h}, [address+{32 * h}];")
@@ -306,8 +310,7 @@ def find_line(text: Writer, rows_first: bool) -> None:
 def _load_line(text: Writer, rows_first: bool) -> None:
     find_line(text, rows_first)
     text.add(
-        "mul.wide.s32 wide_t, distance, 4;",
-        f"add.s64 address, wide_t, {text.argument('distances')};",
+        *text.point("distance", 4, "distances"),
     )
     sign = -1 if rows_first else 1
     for u in range(-1, GROUPS):
@@ -329,8 +332,7 @@ def _add_positions(text: Writer, rows_first: bool) -> None:
 
     def correct(number: int, k: int, h: int, b: int) -> None:
         text.add(
-            "mul.wide.s32 wide_t, distance, 4;",
-            f"add.s64 address, wide_t, {text.argument('distances')};",
+            *text.point("distance", 4, "distances"),
             "ld.global.nc.f32 f, [address];",
             "add.f32 f, f, v0;",
             f"sub.f32 f, f, line{2 * (k - h + 1) + b};",  # difference to the value that was added
@@ -427,8 +429,7 @@ def _load_time(text: Writer, name: str, time: str, shift: int) -> None:
         "add.s32 t, t, zero;",
         f"min.s32 t, t, {'e4' if name == 'one' else 'e5'};",
         f"add.s32 t, t, {text.argument('start')};",
-        "mul.wide.s32 wide_t, t, 8;",
-        f"add.s64 address, wide_t, {text.argument(f'{name}_times')};",
+        *text.point("t", 8, f"{name}_times"),
         f"ld.global.nc.s64 {time}, [address];",
     )
 
@@ -468,8 +469,7 @@ def add_to_tables() -> Assembly:
 
     def add_alone(number: int, k: int, h: int, b: int) -> None:
         text.add(
-            "mul.wide.s32 wide_t, distance, 4;",
-            f"add.s64 address, wide_t, {text.argument('position_sums')};",
+            *text.point("distance", 4, "position_sums"),
             f"setp.neu.f32 p, {text.score(number)}, 0f00000000;",
             f"@p red.global.add.f32 [address], {text.score(number)};",
         )
@@ -698,8 +698,7 @@ def _sum_line(text: Writer) -> None:
         f"mad.lo.s32 distance, warp, 16, {text.argument('first_one')};",
         f"sub.s32 distance, {text.argument('first_other')}, distance;",
         "add.s32 distance, distance, lane;",
-        "mul.wide.s32 wide_t, distance, 4;",
-        f"add.s64 address, wide_t, {text.argument('position_sums')};",
+        *text.point("distance", 4, "position_sums"),
     )
     count = 8 * (GROUPS + 1) + 7
     for first in range(0, count, 32):

@@ -167,7 +167,7 @@ def backward(
     total_len, num_heads, dim = q.shape
     gradients = problem.gradient_memory(q, k, v)
     if total_len == 0:
-        return Gradients(*gradients, None, None)
+        return Gradients(*gradients)
     sizes = sizes or BACKWARD_SIZES[dim]
     mask, layout, device = problem.mask, problem.layout, q.device
     keys = STRIP.value * BACKWARD_STRIPS
@@ -200,7 +200,7 @@ def backward(
         lambda: {**constants_of(sizes, mask), "D": dim},
     )
     round_to(gradients[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
-    return Gradients(*gradients, None, None)
+    return Gradients(*gradients)
 
 
 def sizes_for(dim: int, seen: float, window: int | None = None) -> ForwardSizes:

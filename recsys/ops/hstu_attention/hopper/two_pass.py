@@ -58,12 +58,12 @@ def backward(
     `launch.forward`."""
     gradients = problem.gradient_memory(q, k, v)
     if q.shape[0] == 0:
-        return Gradients(*gradients, None, None)
+        return Gradients(*gradients)
     sizes = sizes or SIZES[q.shape[2]]
     operands = [with_loadable_rows(tensor) for tensor in (q, grad_out, k, v)]
     launch_keys(operands, gradients[1], gradients[2], counter_for(q.device, captured), problem, sizes)
     launch_rows(operands, gradients[0], counter_for(q.device, captured), problem, sizes)
-    return Gradients(*gradients, None, None)
+    return Gradients(*gradients)
 
 
 def launch_keys(

@@ -88,11 +88,8 @@ def backward(
     wrap: Wrap = unwrapped,
 ) -> Gradients:
     """Return all gradients, including those of the bias tables if `tables`."""
-    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
-    grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
-    bias = problem.bias if tables else None
-    out = Gradients(grad_q, grad_k, grad_v, None, None)
+    contiguous = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
+    out, bias = Gradients(*contiguous), problem.bias if tables else None
     if q.shape[0] == 0:
         if bias is None:
             return out
