@@ -80,10 +80,10 @@ def segment_shares(width) -> Case:
 
 def gate(kernel, width, groups, concat) -> Case:
     """Tokens in bfloat16, float32 parameters, dropout."""
-    from recsys.ops.gated_norm import triton_kernels, triton_ops
+    from recsys.ops.gated_norm import triton_ops
     from recsys.ops.runtime.row_blocks import row_blocks
 
-    function, five = getattr(triton_kernels, kernel), concat and kernel == "backward_kernel"
+    function, five = getattr(triton_ops, kernel), concat and kernel == "backward_kernel"
     per_warp = triton_ops.ENTRIES_PER_WARP_OF_FIVE if five else triton_ops.ENTRIES_PER_WARP
     blocks = row_blocks(width, triton_ops.ENTRIES, per_warp, 1)
     constants = triton_ops._constants(width * groups, GateOptions(groups, 1e-6, concat, 0.2), blocks)

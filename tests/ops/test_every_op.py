@@ -153,7 +153,7 @@ EXAMPLES = {
     ),
     "gated_norm": Example(
         lambda size: gate.problem(size, 256, torch.bfloat16, **DROPOUT),
-        ("gated_norm.triton_kernels.forward_kernel", "gated_norm.triton_kernels.backward_kernel"),
+        ("gated_norm.triton_ops.forward_kernel", "gated_norm.triton_ops.backward_kernel"),
         compiled=lambda size: gate.problem(size, 64, torch.bfloat16, num_groups=2, **DROPOUT),
     ),
     "norm_linear": Example(

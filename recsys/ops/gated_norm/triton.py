@@ -1,6 +1,6 @@
 """The Triton backend of `gated_norm`: one kernel forward, one backward.
 
-This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
+This module itself needs no Triton: kernels and launches are in `triton_ops`.
 """
 
 from __future__ import annotations
