@@ -178,7 +178,7 @@ def test_tiles_of_rows_assembled(tmp_path, dim, mask):
 @pytest.mark.parametrize(("dim", "sizes", "grouped"), CANDIDATE_CASES)
 def test_candidates_fit_and_their_products_overlap(dim, sizes, grouped, tmp_path):
     constants = {"D": dim, "BLOCK_N": sizes.keys, "STAGES": sizes.stages, "STRIPS": sizes.strips}
-    constants |= {"Q_TILES": sizes.q_tiles, "GROUPED": grouped} | registers_of(sizes)
+    constants |= {"GROUPED": grouped} | registers_of(sizes)
     rows = {f"{name}_desc": sizes.keys for name in ("k", "v", "ck", "cv")} | {"q_desc": 64, "o_desc": 64}
     made = assembled(cached_launch.candidates_kernel, constants, rows, tmp_path)
     made.check_resources(sizes.strips * sizes.computing_registers + sizes.loading_registers, SPILLED)

@@ -65,7 +65,6 @@ class CandidateSizes(NamedTuple):
     keys: int  # BLOCK_N, keys per block
     stages: int  # buffers for blocks of keys, and as many for values
     strips: int = 2  # strips of 64 rows per tile, one warp group each
-    q_tiles: int = 2  # buffers for tiles of rows
     computing_registers: int = 240
     loading_registers: int = 24
 
@@ -141,7 +140,6 @@ def forward(
             "BLOCK_N": sizes.keys,
             "STAGES": sizes.stages,
             "STRIPS": sizes.strips,
-            "Q_TILES": sizes.q_tiles,
             "GROUPED": grouped,
             "COMPUTING_REGISTERS": sizes.computing_registers,
             "LOADING_REGISTERS": sizes.loading_registers,
@@ -406,11 +404,12 @@ def candidates_kernel(
     q_desc, k_desc, v_desc, ck_desc, cv_desc, o_desc, items, counter, num_items, num_heads,
     stride_q, stride_k, stride_v, stride_ck, stride_cv, half_alpha, inverse_scale, group_size,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
-    Q_TILES: gl.constexpr, GROUPED: gl.constexpr,
+    GROUPED: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Computes out [T, H, D], contiguous, for the new tokens. One program runs per processor, and `counter`
     starts at 0. The strides are those of a head, in elements."""
+    Q_TILES: gl.constexpr = 2  # buffers for tiles of rows
     SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
     q_buffer = new_buffers(q_desc, Q_TILES * STRIPS)
     k_buffer = new_buffers(k_desc, STAGES)
