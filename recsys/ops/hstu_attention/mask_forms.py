@@ -22,11 +22,28 @@ kernels. Positions count from the start of the sample. Related values travel as 
 import triton
 import triton.language as tl
 
+from recsys.ops.jagged.mask import AttentionMask
+
 BEHIND_ALL = tl.constexpr(0x7FFFFFFF)
 """A position behind all tokens of a sample, int32."""
 
 FAR = tl.constexpr(2**62)
 """A position behind all tokens of a sample, int64."""
+
+
+def rule_of(mask: AttentionMask, num_contextual: int) -> tuple[int, int, int, int]:
+    """Return the numbers of `rule`; 0 stands for no window."""
+    return num_contextual, mask.window or 0, mask.prefix, mask.target_group_size
+
+
+def rules(mask: AttentionMask) -> dict[str, bool]:
+    """Return the parts of `RULE` by the names of the kernels' parameters."""
+    return {
+        "WINDOWED": mask.window is not None,
+        "TARGET_WINDOW": mask.target_window,
+        "GROUPED": mask.target_group_size > 1,
+        "CONTEXTUAL_READS": mask.contextual_reads_history,
+    }
 
 
 # Edge rules.

@@ -38,7 +38,8 @@ from recsys.ops.hstu_attention.bias.packed_launch import (
 )
 from recsys.ops.hstu_attention.hopper.backward import UNSEEN, load_runs, load_tile
 from recsys.ops.hstu_attention.hopper.forward import NUM_COLUMNS, visible
-from recsys.ops.hstu_attention.hopper.launch import WARPS, round_to, rules, section_of
+from recsys.ops.hstu_attention.hopper.launch import WARPS, round_to, section_of
+from recsys.ops.hstu_attention.mask_forms import rules
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from recsys.ops.hstu_attention.triton.launch import (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recsys.ops.hstu_attention.hopper.backward import backward_kernel
 from recsys.ops.hstu_attention.hopper.forward import forward_kernel
+from recsys.ops.hstu_attention.mask_forms import rule_of, rules
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.jagged.mask import AttentionMask
@@ -300,22 +301,5 @@ def section_of(token_bytes: int, mask: AttentionMask) -> int | None:
 def scalars(problem: Problem) -> tuple[int | float, ...]:
     """Returns the numbers of a problem in the order of the kernels' parameters, from `half_alpha` to
     `group_size`."""
-    mask = problem.mask
-    return (
-        0.5 * problem.alpha,
-        1.0 / problem.scale_len,
-        problem.layout.num_contextual,
-        mask.window or 0,
-        mask.prefix,
-        mask.target_group_size,
-    )
-
-
-def rules(mask: AttentionMask) -> dict[str, bool]:
-    """Returns the parts that the mask has, by the names of the kernels' parameters."""
-    return {
-        "WINDOWED": mask.window is not None,
-        "TARGET_WINDOW": mask.target_window,
-        "GROUPED": mask.target_group_size > 1,
-        "CONTEXTUAL_READS": mask.contextual_reads_history,
-    }
+    rule = rule_of(problem.mask, problem.layout.num_contextual)
+    return (0.5 * problem.alpha, 1.0 / problem.scale_len, *rule)

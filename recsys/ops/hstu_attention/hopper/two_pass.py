@@ -14,7 +14,8 @@ from torch import Tensor
 from recsys.ops.hstu_attention.hopper.backward_keys import keys_kernel
 from recsys.ops.hstu_attention.hopper.backward_rows import STRIPS, rows_kernel
 from recsys.ops.hstu_attention.hopper.backward_wide import wide_keys_kernel
-from recsys.ops.hstu_attention.hopper.launch import WARPS, counter_for, rules, scalars, section_of
+from recsys.ops.hstu_attention.hopper.launch import WARPS, counter_for, scalars, section_of
+from recsys.ops.hstu_attention.mask_forms import rules
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows

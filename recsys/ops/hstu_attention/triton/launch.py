@@ -30,6 +30,7 @@ from recsys.ops.hstu_attention.bias.packed_launch import (
     zero_sums,
 )
 from recsys.ops.hstu_attention.bias.table_kernels import diagonal_work, diagonals_kernel, others_kernel
+from recsys.ops.hstu_attention.mask_forms import rule_of, rules
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.triton.backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels
@@ -351,20 +352,11 @@ def strides(*tensors: Tensor) -> list[int]:
 
 def scalars(problem: Problem) -> list[int | float]:
     """Return the numbers of a problem, from `alpha` to `group_size`."""
-    mask = problem.mask
-    return [
-        problem.alpha,
-        1.0 / problem.scale_len,
-        problem.num_contextual,
-        mask.window or 0,
-        mask.prefix,
-        mask.target_group_size,
-    ]
+    return [problem.alpha, 1.0 / problem.scale_len, *rule_of(problem.mask, problem.num_contextual)]
 
 
 def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[str, Any]:
     """Return the compile-time constants of the kernels by the names of their parameters."""
-    mask = problem.mask
     return {
         "D": int(q.shape[2]),
         "V": int(v.shape[2]),
@@ -372,10 +364,7 @@ def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[st
         "BLOCK_N": blocks.keys,
         "BLOCK_D": block_width(q.shape[2]),
         "BLOCK_V": block_width(v.shape[2]),
-        "WINDOWED": mask.window is not None,
-        "TARGET_WINDOW": mask.target_window,
-        "GROUPED": mask.target_group_size > 1,
-        "CONTEXTUAL_READS": mask.contextual_reads_history,
+        **rules(problem.mask),
         "BIASED": problem.bias is not None,
         "FAST": q.device.type == "cuda" and q.dtype != torch.float32,
         "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recsys.ops.hstu_attention.mask_forms import tile_intervals
+from recsys.ops.hstu_attention.mask_forms import rule_of, rules, tile_intervals
 from recsys.ops.hstu_attention.work_list.item import (
     CACHE_START,
     COUNT_A,
@@ -69,7 +69,7 @@ def cached_work(
         cached_items_kernel,
         -(-num_items // CACHED_LANES),
         (*samples, items, work),
-        (num_items, layout.batch_size, *_rule(mask, cache_layout), parts),
+        (num_items, layout.batch_size, *rule_of(mask, cache_layout.num_contextual), parts),
         {
             "TILE": tile,
             "BLOCK": block,
@@ -92,7 +92,7 @@ def _items(mask: AttentionMask, layout: SequenceLayout, num_tiles: int, tiling: 
         items_kernel,
         -(-num_tiles // LANES),
         (layout.offsets, layout.lengths, layout.num_targets, sections, items, work),
-        (num_tiles, layout.batch_size, *_rule(mask, layout), layout.total_len, tail or 0),
+        (num_tiles, layout.batch_size, *rule_of(mask, layout.num_contextual), layout.total_len, tail or 0),
         {
             "KEYS": keys,
             "TILE": tile,
@@ -115,16 +115,9 @@ def _empty(layout: SequenceLayout, num_items: int, num_columns: int) -> tuple[Te
     return items, torch.empty(num_items, dtype=torch.int64, device=layout.device)
 
 
-def _rule(mask: AttentionMask, layout: SequenceLayout) -> tuple[int, int, int, int]:
-    return layout.num_contextual, mask.window or 0, mask.prefix, mask.target_group_size
-
-
 def _parts_of(mask: AttentionMask) -> dict[str, bool]:
-    return {
-        "WINDOWED": mask.window is not None,
-        "TARGET_WINDOW": mask.target_window,
-        "CONTEXTUAL_READS": mask.contextual_reads_history,
-    }
+    """Return the parts of the mask that these kernels ask for: they take groups of any size."""
+    return {name: present for name, present in rules(mask).items() if name != "GROUPED"}
 
 
 def _sorted(items: Tensor, work: Tensor) -> Tensor:
