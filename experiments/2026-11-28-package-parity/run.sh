@@ -23,10 +23,9 @@ train() {
         --set 'train.evaluation={}' --set data.num_workers=0 >"$RUNS/$name.train.log" 2>&1
 }
 
-# Evaluates the run in both precisions, or makes and evaluates a package. The tolerance of a run is that of its precision, so
-# it is cleared for another one.
+# Evaluates the run in both precisions, or makes and evaluates a package.
 measure() {
-    local name="$1" kind="$2" run="$RUNS/$1" package="$RUNS/$1-$2" sets=(--set model.precision=FP32 --set export.parity_tolerance=)
+    local name="$1" kind="$2" run="$RUNS/$1" package="$RUNS/$1-$2" sets=(--set model.precision=FP32)
     case "$kind" in
     run)
         for precision in FP32 BF16; do

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from recsys import protos as pb
 from recsys.callable_module import make_callable
 from recsys.config import checks, extensions, textproto
-from recsys.config.resolver import Resolved, resolve
+from recsys.config.resolver import Resolved, parity_tolerance, resolve
 from recsys.errors import ConfigError
 
 __all__ = [
@@ -121,6 +121,8 @@ def prepare(
 ) -> Ready:
     """Loads, checks and resolves a config.
 
+    If an override gives a run another precision, its tolerance of exports follows, unless that was chosen.
+
     Args:
         read_files: also read the sizes of vocabularies from their files.
         imports, follow_imports: as in `load`.
@@ -130,7 +132,20 @@ def prepare(
             could be read, except those about missing fields, which the unreadable part may hold.
     """
     parsed = read_parsed(path, overrides, imports=imports, follow_imports=follow_imports)
+    if Path(path).name == FILE_NAME and _follows_precision(path, overrides, imports, follow_imports):
+        parsed.loaded.pipeline.export.ClearField("parity_tolerance")
     return prepare_loaded(*parsed, overrides, read_files=read_files)
+
+
+def _follows_precision(
+    path: str | Path, overrides: Sequence[str], imports: Sequence[str], follow_imports: bool
+) -> bool:
+    """Returns whether the tolerance in a resolved config is that of a precision that overrides replace."""
+    changed = {override.partition("=")[0].strip() for override in overrides}
+    if "model.precision" not in changed or "export.parity_tolerance" in changed:
+        return False
+    run = read_parsed(path, imports=imports, follow_imports=follow_imports).loaded.pipeline
+    return run.export.parity_tolerance == parity_tolerance(run.model.precision)
 
 
 def prepare_loaded(

@@ -254,8 +254,13 @@ def _tables(pipeline: pb.Pipeline) -> Iterator[Choice]:
 
 
 def _export(pipeline: pb.Pipeline) -> Iterator[Choice]:
-    tolerance = {pb.BF16: 2e-2, pb.FP16: 5e-3}.get(pipeline.model.precision, 1e-4)
+    tolerance = parity_tolerance(pipeline.model.precision)
     yield Choice(pipeline.export, "export", "parity_tolerance", tolerance, "model.precision")
+
+
+def parity_tolerance(precision: int) -> float:
+    """Returns by how much a package's answers may differ from its model's in a precision of pb."""
+    return {pb.BF16: 2e-2, pb.FP16: 5e-3}.get(precision, 1e-4)
 
 
 def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Finding]:

@@ -148,6 +148,23 @@ def test_a_package_of_three_digits_is_compared_with_two(write):
     assert resolved.export.parity_tolerance == 2e-2
 
 
+@pytest.mark.parametrize(
+    ("written", "overrides", "tolerance"),
+    [
+        (None, ["model.precision=BF16"], 2e-2),
+        (None, ["model.precision=BF16", "export.parity_tolerance=0.3"], 0.3),
+        (0.05, ["model.precision=BF16"], 0.05),
+        (None, ["export.max_batch_size=8"], 1e-4),
+    ],
+)
+def test_a_run_in_another_precision_gets_its_tolerance(tmp_path, written, overrides, tolerance):
+    chosen = [] if written is None else [f"export.parity_tolerance={written}"]
+    run = config.prepare("configs/quickstart.config", chosen)
+    path = tmp_path / config.FILE_NAME
+    path.write_text(config.to_text(run.pipeline))
+    assert config.prepare(path, overrides).pipeline.export.parity_tolerance == tolerance
+
+
 def test_absence_with_a_meaning_stays(write):
     resolved = config.resolve(config.load(write(RETRIEVER)), read_files=False).pipeline
     assert not resolved.train.HasField("max_grad_norm")
