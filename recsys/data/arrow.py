@@ -8,6 +8,8 @@ import pyarrow.parquet as pq
 
 from recsys.errors import DataError
 
+_FLOATS = (pa.float32(), pa.float64())
+
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:
     """Joins the chunks of a column into one array and decodes dictionaries."""
@@ -38,7 +40,7 @@ def integers(values: pa.Array) -> np.ndarray:
 
 def floats(values: pa.Array) -> np.ndarray:
     """Converts a number or boolean array to float64, unless it is float32; nulls become NaN."""
-    if not pa.types.is_float32(values.type):
+    if values.type not in _FLOATS:
         values = values.cast(pa.float64(), safe=False)
     return values.to_numpy(zero_copy_only=False)
 

@@ -47,7 +47,7 @@ from recsys.models.signature import TensorSpec
 from recsys.ops import TopK
 from recsys.scoring.cache import UserCache
 from recsys.scoring.recorded import RecordedScoring
-from recsys.scoring.signature import inputs_of, scoring_signature
+from recsys.scoring.signature import flatten, scoring_signature
 
 log = logging.getLogger(__name__)
 
@@ -153,14 +153,15 @@ class Package:
 
     def _load(self, folder: Path) -> None:
         """Loads the item vectors and the programs."""
-        self.items = None
-        if model_of(self.pipeline).item_feature is not None:
+        self.items, declared = None, model_of(self.pipeline)
+        self._finds_items = declared.finds_items
+        if declared.item_feature is not None:
             self.items = read_vectors(folder)
             _require_vector_each(folder, self.items, self.pipeline)
         device, weights = torch.device(self.description.device), None
         mapped = open_tables(folder, self.description.tables)
         tables, libraries = by_column(self.pipeline, mapped), self.description.op_libraries
-        recordable = device.type == "cuda" and model_of(self.pipeline).finds_items and not mapped
+        recordable = device.type == "cuda" and self._finds_items and not mapped
 
         def program(name: str, inputs: list[dict]) -> Program:
             specs = [TensorSpec.from_json(entry) for entry in inputs]
@@ -193,7 +194,7 @@ class Package:
             PackageError: the batch has more rows than the package accepts.
         """
         self._check_rows(batch)
-        (output,) = self._program(inputs_of(batch, self.pipeline))
+        (output,) = self._program(flatten(batch, with_seen=self._finds_items))
         return output.float()
 
     def find(self, batch: Batch) -> TopK:
@@ -206,7 +207,7 @@ class Package:
             PackageError: the batch has more rows than the package accepts.
         """
         self._check_rows(batch)
-        return TopK(*self._find(inputs_of(batch, self.pipeline)))
+        return TopK(*self._find(flatten(batch, with_seen=self._finds_items)))
 
     def prefill(self, batch: Batch) -> UserCache:
         """Encodes users and histories into keys and values that candidates attend to; see `CachedPrograms`.

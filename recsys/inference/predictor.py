@@ -182,10 +182,10 @@ class Predictor:
     def _rank(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         names = self.package.description.outputs
         flat = self.scores.of(block)
-        lengths = _lengths(block.lengths[pb.CANDIDATE], block)
+        starts = _starts(_lengths(block.lengths[pb.CANDIDATE], block))
         item = features.candidate_item(self.pipeline)
         columns = {item: table[item]} if item else {}
-        return columns | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
+        return columns | {name: _lists(pa.array(flat[:, i]), starts) for i, name in enumerate(names)}
 
     def best_items(self, block: ColumnBlock, k: int) -> BestItems:
         """Searches the best items of each row, of a model that searches items; the best come first."""
@@ -217,16 +217,16 @@ class Predictor:
 
     def _retrieve(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         best = self.best_items(block, self.settings.top_k)
-        lengths = _lengths(best.lengths, block)
+        starts = _starts(_lengths(best.lengths, block))
         columns = {
-            self.item: _lists(best.ids, lengths),
-            features.SCORE: _lists(pa.array(best.scores), lengths),
+            self.item: _lists(best.ids, starts),
+            features.SCORE: _lists(pa.array(best.scores), starts),
         }
         if best.codes is None:
             return columns
         codes = pa.FixedSizeListArray.from_arrays(pa.array(best.codes.reshape(-1)), best.codes.shape[1])
         levels = pa.list_(pa.int64())
-        return columns | {features.CODES: _lists(codes.cast(levels), lengths)}
+        return columns | {features.CODES: _lists(codes.cast(levels), starts)}
 
     def _queries(self, batch: Batch) -> torch.Tensor:
         answers = self.scorer.score(batch).cpu()
@@ -262,8 +262,12 @@ def _lengths(lengths: np.ndarray, block: ColumnBlock) -> pa.Array:
     return pa.array(lengths, mask=block.codes != 0)
 
 
-def _lists(values: pa.Array, lengths: pa.Array) -> pa.Array:
-    """Splits consecutive values into one list per row; null where the length is null."""
+def _starts(lengths: pa.Array) -> pa.Array:
+    """Returns the offsets of lists of these lengths; null where the length is null."""
     ends = np.cumsum(lengths.fill_null(0).to_numpy())
-    starts = pa.array(np.concatenate([[0], ends]), mask=np.append(lengths.is_null(), False))
+    return pa.array(np.concatenate([[0], ends]), mask=np.append(lengths.is_null(), False))
+
+
+def _lists(values: pa.Array, starts: pa.Array) -> pa.Array:
+    """Splits consecutive values into one list per row, given their offsets."""
     return pa.LargeListArray.from_arrays(starts, values).cast(pa.list_(values.type))

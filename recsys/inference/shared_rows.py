@@ -140,6 +140,8 @@ def merge(block: ColumnBlock, group_size: int) -> ColumnBlock:
     A row whose last target group is incomplete is not merged with the next row, because groups would shift.
     """
     lengths = block.lengths[pb.CANDIDATE]
+    if len(lengths) < 2:
+        return block
     together = same_as_before(block)
     together[1:] &= lengths[:-1] % group_size == 0
     first = np.flatnonzero(~together)

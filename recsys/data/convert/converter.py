@@ -160,8 +160,8 @@ class Converter:
         )
 
     def _arrays(self, table: pa.Table) -> dict[str, pa.Array]:
-        present = set(table.column_names)
-        return {c.name: one_array(table[c.name]) for c in self._columns if c.name in present}
+        present = dict(zip(table.column_names, table.columns, strict=True))
+        return {c.name: one_array(present[c.name]) for c in self._columns if c.name in present}
 
     def _cells(self, arrays: dict[str, pa.Array]) -> dict[str, ColumnValues]:
         return {c.name: cells_of(arrays[c.name], c) for c in self._columns if c.name in arrays}
@@ -389,11 +389,12 @@ def _spread_user(column: FlatColumn, good: np.ndarray) -> FlatColumn:
 
 def _plain(values: pa.Array) -> pa.Array:
     """Casts types that numpy does not accept: dictionaries, half floats, null type."""
-    if pa.types.is_dictionary(values.type):
+    kind = values.type
+    if pa.types.is_dictionary(kind):
         return values.dictionary_decode()
-    if pa.types.is_float16(values.type):
+    if pa.types.is_float16(kind):
         return values.cast(pa.float32())
-    return values.cast(pa.int64()) if pa.types.is_null(values.type) else values
+    return values.cast(pa.int64()) if pa.types.is_null(kind) else values
 
 
 def _candidates(cells: dict[str, ColumnValues]) -> Lists | None:

@@ -282,8 +282,10 @@ def _seen(flat: dict[str, FlatColumn], num_rows: int) -> tuple[np.ndarray, np.nd
 
 def _count(block: ColumnBlock, repeated: np.ndarray) -> Counter[str]:
     """Counts the rows that were left out or cut, by reason, and repeated targets."""
-    by_code = np.bincount(block.codes, minlength=len(REASONS) + 1)[1:].tolist()
-    counts = Counter(dict(zip(REASONS, by_code, strict=True)))
+    counts: Counter[str] = Counter()
+    if block.codes.any():
+        by_code = np.bincount(block.codes, minlength=len(REASONS) + 1)[1:].tolist()
+        counts.update(dict(zip(REASONS, by_code, strict=True)))
     counts[TRUNCATED_HISTORY] = int(block.cut[pb.HISTORY].sum())
     counts[TRUNCATED_CANDIDATES] = int(block.cut[pb.CANDIDATE].sum())
     counts[REPEATED_TARGETS] = int(repeated.sum())

@@ -104,13 +104,16 @@ class Lists:
             column = column.cast(pa.large_list(column.type.value_type))
         if column.null_count:
             column = pc.fill_null(column, pa.scalar([], column.type))
-        offsets = column.offsets.to_numpy().astype(np.int64, copy=False)
-        return cls(offsets - offsets[0], column.values.slice(offsets[0], offsets[-1] - offsets[0]))
+        offsets, values = column.offsets.to_numpy().astype(np.int64), column.values
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first or last != len(values):
+            offsets, values = offsets - first, values.slice(first, last - first)
+        return cls(offsets, values)
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """Number of values of each row, int64 [rows]."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     def rows_of(self, places: np.ndarray) -> np.ndarray:
         """Returns the rows of the values at the flat indices `places`."""
@@ -197,7 +200,7 @@ def check_label(findings: RowFindings, cells: ColumnValues) -> None:
 
 def check_ragged(findings: RowFindings, cells: ColumnValues, first: ColumnValues) -> None:
     """Reports rows whose lists of events, or of candidates, differ in length."""
-    if np.array_equal(cells.lists[0].offsets, first.lists[0].offsets):
+    if (cells.lists[0].offsets == first.lists[0].offsets).all():
         return
     lengths, expected = cells.lists[0].lengths, first.lists[0].lengths
     rows = np.flatnonzero(lengths != expected)
@@ -274,6 +277,8 @@ def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
 
     `plan.duplicates` finds repeated rows in different tables.
     """
+    if len(keys) < 2:
+        return
     hashes, complete_rows = hash_keys(keys)
     _, first, place = np.unique(hashes[complete_rows], return_index=True, return_inverse=True)
     again = np.flatnonzero(first[place] != np.arange(len(complete_rows)))

@@ -64,7 +64,8 @@ class FileColumn:
     readers: tuple[FeatureKind, ...] = ()
     task: pb.Task | None = None
 
-    @property
+    # These facts are computed once, because every table of every batch asks for them.
+    @cached_property
     def depth(self) -> int:
         """Number of lists around a value: 0, 1 or 2."""
         return (self.side != pb.USER) + self.multi_valued
@@ -77,22 +78,22 @@ class FileColumn:
             types.append(_TYPES.get(self.kind, Values.NUMBER))
         return reduce(and_, types)
 
-    @property
+    @cached_property
     def signed(self) -> bool:
         """Whether numbers may be below 0."""
         return self.kind is Kind.FEATURE and all(kind.signed for kind in self.readers)
 
-    @property
+    @cached_property
     def nullable(self) -> bool:
         """Whether a value may be null."""
         return self.kind is Kind.FEATURE and all(kind.nullable for kind in self.readers)
 
-    @property
+    @cached_property
     def null_remedy(self) -> str:
         """End of the sentence about a null, which says how to write a missing value."""
         return self.readers[0].null_remedy if self.kind is Kind.FEATURE else ""
 
-    @property
+    @cached_property
     def largest(self) -> float:
         """Largest magnitude of a number."""
         return min((kind.largest for kind in self.readers), default=FeatureKind.largest)

@@ -28,10 +28,11 @@ _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
 
 
 _FEW = 256
-"""Most texts that are looked up one by one in a dictionary, which for few of them is ten times faster."""
+"""Most ids that are looked up one by one in a dictionary, which for few of them is ten times faster."""
 
 _KEPT = 1 << 16
-"""Most texts in that dictionary."""
+"""Most ids in that dictionary."""
+
 _DEALT_OUT = "dealt out "
 """Begins the fingerprint of a vocabulary whose ids are spread over sharded rows. Checkpoints store it."""
 
@@ -72,7 +73,7 @@ class Vocabulary:
         self.ids = ids
         self.is_text = pa.types.is_large_string(ids.type)
         self.layout = ShardedRowLayout(len(ids), table)
-        self._places_of_texts: dict[str, int] = {}
+        self._looked_up: dict[int | str, int] = {}
         places = np.arange(len(ids))
         # The search for a text gives 1 + its index in `ids`, because the text there has to be compared.
         self._rows = np.append(0, self.layout.row_of(places)).astype(row_type(self.rows))
@@ -116,37 +117,35 @@ class Vocabulary:
             values: integers or strings, as in the vocabulary, without nulls.
             dtype: integer type of the rows, at least as large as `row_type`.
         """
-        if self.is_text:
-            return self._rows[self._find_text(values)].astype(dtype, copy=False)
-        return self._search.find(_int64(values), dtype)
+        if len(values) > _FEW:
+            return self._find(values, dtype)
+        ids = values.to_pylist() if self.is_text else _int64(values).tolist()
+        kept = self._looked_up
+        new = [value for value in ids if value not in kept]
+        if new:
+            if len(kept) + len(new) > _KEPT:
+                # A new one, since another thread may be looking ids up in the old one.
+                self._looked_up = kept = {}
+                new = ids
+            kept.update(zip(new, self._find(pa.array(new, self.ids.type), dtype).tolist(), strict=True))
+        return np.array([kept[value] for value in ids], dtype)
 
     def original(self, rows: np.ndarray) -> pa.Array:
         """Maps table rows to original ids, null for row 0."""
         places = self.layout.id_of(rows)
         return self.ids.take(pa.array(places, mask=places < 0))
 
-    def _find_text(self, values: pa.Array) -> np.ndarray:
-        """Returns 1 + the index of each id in `ids`, or 0 for an id that is not there."""
-        if len(values) > _FEW:
-            return self._find_many(values)
-        texts, kept = values.to_pylist(), self._places_of_texts
-        new = [text for text in texts if text not in kept]
-        if new:
-            if len(kept) + len(new) > _KEPT:
-                # A new one, since another thread may be looking texts up in the old one.
-                self._places_of_texts = kept = {}
-                new = texts
-            kept.update(zip(new, self._find_many(pa.array(new, pa.large_string())).tolist(), strict=True))
-        return np.fromiter(map(kept.__getitem__, texts), np.int64, len(texts))
-
-    def _find_many(self, values: pa.Array) -> np.ndarray:
+    def _find(self, values: pa.Array, dtype: npt.DTypeLike) -> np.ndarray:
+        """Maps ids to table rows by the search, which suits many ids."""
+        if not self.is_text:
+            return self._search.find(_int64(values), dtype)
         unique, inverse = _unique_text(values)
         places = self._search.find(hash_text(unique).view(np.int64), np.int64)
         if len(self.ids):
             # A text that is not in the vocabulary may have the same hash as one that is.
             is_same_text = pc.equal(self.ids.take(pa.array(np.maximum(places - 1, 0))), unique)
             places = np.where(is_same_text.to_numpy(zero_copy_only=False), places, 0)
-        return places[inverse]
+        return self._rows[places[inverse]].astype(dtype, copy=False)
 
 
 class HashBuckets:
