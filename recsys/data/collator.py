@@ -53,20 +53,18 @@ class Collator:
             position: the batch's place in the data, for the trainer.
             index: number of the batch in the plan of `position.epoch`; decides its negatives.
         """
-        candidates = torch.from_numpy(arrays.num_candidates)
-        events = torch.from_numpy(arrays.uih_lengths)
-        in_channels = _tensors(arrays.channel_lengths)
-        channels = [self._layout(lengths, candidates) for lengths in in_channels.values()]
+        candidates = arrays.num_candidates
+        channels = [self._layout(lengths, candidates) for lengths in arrays.channel_lengths.values()]
         negatives = NegativeColumns({}, {}, {})
         if self._negatives is not None:
             negatives = self._negatives.columns(arrays, position.epoch, index)
         return Batch(
-            layout=self._layout(events, candidates),
+            layout=self._layout(arrays.uih_lengths, candidates),
             channel_layout=SequenceLayout.join(channels) if channels else None,
             channel_events=_tensors(arrays.channel_events),
-            channel_lengths=in_channels,
-            uih_lengths=events,
-            num_candidates=candidates,
+            channel_lengths=_tensors(arrays.channel_lengths),
+            uih_lengths=torch.from_numpy(arrays.uih_lengths),
+            num_candidates=torch.from_numpy(candidates),
             ids=self._ids(arrays, negatives.ids),
             value_counts=_tensors(arrays.value_counts | negatives.value_counts),
             numbers=self._numbers(arrays.numbers | negatives.numbers),
@@ -91,11 +89,11 @@ class Collator:
             ),
         )
 
-    def _layout(self, events: Tensor, candidates: Tensor) -> SequenceLayout:
+    def _layout(self, events: np.ndarray, candidates: np.ndarray) -> SequenceLayout:
         rule = self._rule
-        targets = candidates if rule.targets else torch.zeros_like(candidates)
+        targets = candidates if rule.targets else np.zeros_like(candidates)
         lengths = rule.num_contextual + rule.tokens_per_event * events + targets
-        return SequenceLayout(lengths, targets, rule.num_contextual)
+        return SequenceLayout(torch.from_numpy(lengths), torch.from_numpy(targets), rule.num_contextual)
 
     def _numbers(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
         shaped = {name: arrays[name].reshape(-1, *shape) for name, shape in self._shapes.items()}

@@ -137,9 +137,11 @@ class ServingModel:
         if self.recommends:
             columns = self._recommend(block, max(prepared.k for prepared in batch))
         else:
-            # A store of users knows them by the first key column, as text.
-            users = [None if (user := self.schema.user(row)) is None else str(user) for row in rows]
-            columns = self._score(replace(block, keys=pa.table({"user": pa.array(users, pa.string())})))
+            if self._predictor.stored is not None:
+                # A store of users knows them by the first key column, as text.
+                users = [None if (user := self.schema.user(row)) is None else str(user) for row in rows]
+                block = replace(block, keys=pa.table({"user": pa.array(users, pa.string())}))
+            columns = self._score(block)
         answers: list[Columns | Exception] = []
         for prepared, end in zip(batch, ends, strict=True):
             start = end - len(prepared.rows)

@@ -16,7 +16,14 @@ from recsys.config import features
 from recsys.config.declarations import model_of
 from recsys.data.arrow import floats, integers, one_array
 from recsys.data.convert import row_checks
-from recsys.data.convert.column_block import ColumnBlock, FlatColumn, flat_indices, offsets_of, pick
+from recsys.data.convert.column_block import (
+    ColumnBlock,
+    FlatColumn,
+    counts_of,
+    flat_indices,
+    offsets_of,
+    pick,
+)
 from recsys.data.convert.row_checks import ColumnValues, Lists, RowFindings
 from recsys.data.convert.stochastic_length import subsample
 from recsys.data.hashing import combine, draw_places, hash_text
@@ -384,7 +391,7 @@ def _spread_user(column: FlatColumn, good: np.ndarray) -> FlatColumn:
         return column
     if column.offsets is None:
         return column._replace(values=_spread(column.values, good))
-    return column._replace(offsets=offsets_of(_spread(np.diff(column.offsets), good)))
+    return column._replace(offsets=offsets_of(_spread(counts_of(column.offsets), good)))
 
 
 def _plain(values: pa.Array) -> pa.Array:

@@ -17,7 +17,7 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.config.declarations import model_of
 from recsys.data.convert.channels import select
-from recsys.data.convert.column_block import ColumnBlock, FlatColumn, offsets_of
+from recsys.data.convert.column_block import ColumnBlock, FlatColumn, counts_of, offsets_of
 from recsys.data.convert.converter import (
     CANDIDATE_TIMESTAMPS,
     REQUEST_TIME,
@@ -116,11 +116,20 @@ class Packer:
 
     def pack(self, block: ColumnBlock) -> BatchArrays:
         """Makes a batch of all rows of a block, in new memory."""
-        return self.packed(block).arrays()
+        return _packed(self._pieces(block), allocate_bytes).arrays()
 
     def packed(self, block: ColumnBlock, allocate: Callable[[int], np.ndarray] = allocate_bytes) -> Packed:
-        """Makes the arrays of `pack` in one buffer: `allocate` returns a uint8 array of a number of bytes."""
-        return _packed(self._pieces(block), allocate)
+        """Makes the arrays of `pack` in one buffer, to be sent to another process.
+
+        Args:
+            block: the rows of the batch.
+            allocate: returns a uint8 array of a number of bytes.
+        """
+        packed = _packed(self._pieces(block), allocate)
+        if block.keys is not None:
+            # Copied, because a slice would be sent to the other process with its whole table.
+            packed.plain_fields["keys"] = block.keys.take(pa.array(np.arange(len(block.row))))
+        return packed
 
     def _pieces(self, block: ColumnBlock) -> dict[str, Any]:
         """Makes the fields of `BatchArrays` before integers are cast and lists of arrays are joined."""
@@ -144,7 +153,7 @@ class Packer:
             "id_values": [values for values, _ in ids],
             "id_lengths": [counts for _, counts in ids],
             "value_counts": {
-                c.name: np.diff(_get(flat, c, np.int64).offsets) for c in self._columns if c.multi_valued
+                c.name: counts_of(_get(flat, c, np.int64).offsets) for c in self._columns if c.multi_valued
             },
             "numbers": {
                 c.name: _get(flat, c, np.float32).values.reshape(-1) for c in self._columns if c.table is None
@@ -175,8 +184,7 @@ class Packer:
             "group": block.group,
             "file": block.file,
             "row": block.row,
-            # Copied, because a slice would be sent to the other process with its whole table.
-            "keys": block.keys.take(pa.array(np.arange(num_rows))) if block.keys is not None else None,
+            "keys": block.keys,
             "counts": _count(block, repeated),
         }
 
@@ -256,7 +264,7 @@ def _ids(
     if column.name not in flat:
         return np.empty(0, np.int64), np.zeros(len(elements), np.int64)
     _, values, offsets = flat[column.name]
-    return values, elements if offsets is None else np.diff(offsets[offsets_of(elements)])
+    return values, elements if offsets is None else counts_of(offsets[offsets_of(elements)])
 
 
 def _get(flat: dict[str, FlatColumn], column: features.Column, dtype: type) -> FlatColumn:
@@ -277,7 +285,7 @@ def _seen(flat: dict[str, FlatColumn], num_rows: int) -> tuple[np.ndarray, np.nd
     if features.SEEN not in flat:
         return np.empty(0, np.int64), np.zeros(num_rows, np.int64)
     _, values, offsets = flat[features.SEEN]
-    return values, np.diff(offsets)
+    return values, counts_of(offsets)
 
 
 def _count(block: ColumnBlock, repeated: np.ndarray) -> Counter[str]:

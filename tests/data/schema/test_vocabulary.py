@@ -30,7 +30,7 @@ def int_ids(count: int, spread: int) -> list[int]:
     ],
     ids=["empty", "one", "dense", "sparse", "extremes", "text", "odd text"],
 )
-def test_rows_and_back(ids):
+def test_rows_and_back(monkeypatch, ids):
     text = bool(ids) and isinstance(ids[0], str)
     vocabulary = Vocabulary(pa.array(ids, pa.string() if text else pa.int64()), name="v")
     known = {value: i + 1 for i, value in enumerate(ids)}
@@ -40,6 +40,14 @@ def test_rows_and_back(ids):
     np.random.default_rng(2).shuffle(queries)
     rows = vocabulary.map(pa.array(queries, pa.string() if text else pa.int64()))
     assert rows.tolist() == [known.get(query, 0) for query in queries]
+    # A few ids are looked up one by one, in a dictionary that begins anew when it is full.
+    monkeypatch.setattr("recsys.data.schema.vocabulary._KEPT", 100)
+    pieces = [
+        vocabulary.map(pa.array(queries[i : i + 60], vocabulary.ids.type), np.int32)
+        for i in range(0, len(queries), 60)
+    ]
+    assert np.concatenate(pieces).tolist() == rows.tolist() and pieces[0].dtype == np.int32
+    assert len(vocabulary._looked_up) <= 100
     assert rows.dtype == np.int64 and len(vocabulary) == len(ids) and vocabulary.rows == len(ids) + 1
     back = vocabulary.original(rows).to_pylist()
     assert back == [query if query in known else None for query in queries]
