@@ -54,20 +54,20 @@ class BlockNormal:
         if not part.numel():
             return
         blocks = range(first_row // BLOCK_ROWS, -(-(first_row + rows) // BLOCK_ROWS))
-        draw = self._block_on_a_gpu if part.is_cuda else self._block
         chosen = slice(first_column, first_column + columns)
 
         def fill_block(block: int) -> None:
             start = max(first_row, block * BLOCK_ROWS)
             end = min(first_row + rows, (block + 1) * BLOCK_ROWS)
-            drawn = draw(block, part.device)[start - block * BLOCK_ROWS : end - block * BLOCK_ROWS]
+            drawn = self._block_on_a_gpu(block, part.device) if part.is_cuda else self._block(block)
+            drawn = drawn[start - block * BLOCK_ROWS : end - block * BLOCK_ROWS]
             with torch.no_grad():
                 part[start - first_row : end - first_row].copy_(drawn[:, chosen])
 
         with ThreadPoolExecutor(1 if part.is_cuda else _cores()) as threads:
             list(threads.map(fill_block, blocks))
 
-    def _block(self, number: int, device: torch.device) -> Tensor:
+    def _block(self, number: int) -> Tensor:
         """Returns the values of a whole block on the CPU, float32 [BLOCK_ROWS, width]."""
         name = int.from_bytes(hashlib.sha256(self.table.encode()).digest()[:8])
         key = np.array([self.seed % 2**64, name], dtype=np.uint64)

@@ -66,7 +66,8 @@ def test_a_gpu_draws_what_it_needs_itself(whole):
 
 def test_a_gpu_would_draw_normal_blocks_that_differ(monkeypatch):
     """By its method, run on the CPU."""
-    monkeypatch.setattr(BlockNormal, "_block", BlockNormal._block_on_a_gpu)
+    on_gpu, device = BlockNormal._block_on_a_gpu, torch.device("cpu")
+    monkeypatch.setattr(BlockNormal, "_block", lambda self, number: on_gpu(self, number, device))
     as_on_gpu = drawn("cpu")
     check_parts(as_on_gpu)
     check_values(as_on_gpu)
