@@ -7,6 +7,7 @@ batch costs one small message each way. (torch's DataLoader does the same with q
 import of torch in each process; here that cost a third of the throughput.)
 """
 
+import pickle
 import signal
 from collections.abc import Iterable, Iterator, Sized
 from itertools import count, islice
@@ -41,11 +42,13 @@ class ReaderPool:
         context = processes.context()
         self._numbers = range(len(schedule)) if isinstance(schedule, Sized) else count()
         self._processes, self._connections = [], []
+        work = pickle.dumps((reader, schedule))
         for first in range(num_processes):
             ours, theirs = context.Pipe()
             share = (schedule, first, num_processes)
             process = context.Process(target=_serve, args=(reader, share, theirs, ahead), daemon=True)
-            process.start()
+            with processes.main_module_not_imported(work):
+                process.start()
             # The process now holds the only other end, so its death closes the connection.
             theirs.close()
             self._processes.append(process)

@@ -7,6 +7,9 @@ so that a command can start the server first and do its own imports at the same 
 import multiprocessing
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 
@@ -40,6 +43,30 @@ def start_server() -> None:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def main_module_not_imported(arguments: bytes) -> Iterator[None]:
+    """Makes processes that start in the block leave out the import of the main module.
+
+    multiprocessing imports the script that runs into every new process, so that it can unpickle classes of
+    the script. A script that trains imports torch, which takes seconds for each reader of each evaluation.
+
+    Args:
+        arguments: what the processes will unpickle. If it needs the main module, or extensions of the config
+            are registered there, the module is imported.
+    """
+    main = sys.modules["__main__"]
+    if b"__main__" in arguments or "__main__" in extensions.loaded():
+        yield
+        return
+    # multiprocessing looks for the module by these two attributes.
+    hidden = {name: vars(main)[name] for name in ("__spec__", "__file__") if name in vars(main)}
+    vars(main).update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
 
 
 def leave_group() -> None:

@@ -69,3 +69,47 @@ except KeyboardInterrupt:
 def test_an_interrupt_while_the_server_imports_is_not_for_it():
     done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("7\ninterrupted\n", "")
+
+
+SQUARES = """
+class Answer:
+    def __init__(self, value):
+        self.buffer = self.value = value
+
+    def arrays(self):
+        return self.value
+
+class Squares:
+    more_ahead = 0
+
+    def __getitem__(self, place):
+        return Answer(place[1] ** 2)
+"""
+
+SCRIPT = """
+with open("imports", "a") as file:
+    file.write(".")
+{squares}
+if __name__ == "__main__":
+    from recsys.data.workers.pool import ReaderPool
+
+    for _ in range(2):
+        pool = ReaderPool(Squares(), [(0, 3), (0, 4)], 2, 1)
+        print(list(pool))
+        pool.close()
+    print(__file__.endswith("script.py"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("squares", "imports"), [("from squares import Squares", 1), (SQUARES, 5)], ids=["module", "script"]
+)
+def test_they_import_the_script_that_runs_only_if_the_reader_needs_it(tmp_path, squares, imports):
+    """A script that trains imports torch, for which each reader of each evaluation would wait."""
+    (tmp_path / "squares.py").write_text(SQUARES)
+    (tmp_path / "script.py").write_text(SCRIPT.format(squares=squares))
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    printed = done.stdout.splitlines()
+    assert printed == ["[9, 16]", "[9, 16]", "True"], done.stderr
+    assert len((tmp_path / "imports").read_text()) == imports

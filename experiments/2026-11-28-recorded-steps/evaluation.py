@@ -1,0 +1,108 @@
+"""Times the evaluations of a config during training, as `recsys train` makes them, beside its training.
+
+    python evaluation.py CONFIG [--steps 40] [--every N] [--set PATH=VALUE ...]
+
+After some training steps, the validation split is evaluated four times: the first compiles kernels, the next two are
+timed, and the last runs under torch's profiler. Prints milliseconds of an evaluation: by the clock, computing time of
+the main thread, waiting for its reader, and kernels. What recording could save at most is the computing time. With
+`--every`, the number of steps between two evaluations, also the part of training that this is.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from recsys import config
+from recsys.training import trainer
+from recsys.training.distributed import process_group
+from recsys.training.evaluator import evaluate
+from recsys.training.session import open_session
+
+FOR_TIMING = ["train.log_every_steps=100000", "train.checkpoint.every_steps=100000"]
+TIMED = 2
+
+
+class Waiting:
+    """A loader that counts the time in which its batches are waited for, and their number."""
+
+    def __init__(self, loader):
+        self._loader, self.seconds, self.batches = loader, 0.0, 0
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def epoch(self, number):
+        batches = iter(self._loader.epoch(number))
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.seconds += time.perf_counter() - began
+            if batch is None:
+                return
+            self.batches += 1
+            yield batch
+
+
+class Stamps(trainer.Hook):
+    def __init__(self):
+        self.stamps = []
+
+    def stepped(self, step):
+        self.stamps.append(time.perf_counter())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--every", type=int)
+    parser.add_argument("--set", action="append", default=[])
+    flags = parser.parse_args()
+    pipeline = config.prepare(flags.config, [*flags.set, *FOR_TIMING, f"train.num_steps={flags.steps}"]).pipeline
+    pipeline.train.evaluation.every_steps = 100_000
+    cuda = torch.cuda.is_available()
+    with process_group() as processes, tempfile.TemporaryDirectory() as folder:
+        session = open_session(pipeline, Path(folder), processes)
+        loader, session.validation = Waiting(session.validation), None
+        stamps = Stamps()
+        trainer.Trainer(session, [stamps]).run()
+
+        def once():
+            evaluate(session.model, loader, session.processes.device)
+            if cuda:
+                torch.cuda.synchronize()
+
+        once()
+        loader.seconds, loader.batches = 0.0, 0
+        began, computing = time.perf_counter(), time.thread_time()
+        for _ in range(TIMED):
+            once()
+        clock, computing = (now() - since for now, since in ((time.perf_counter, began), (time.thread_time, computing)))
+        waiting, batches = loader.seconds, loader.batches // TIMED
+        kernels = kernel_seconds(once) if cuda else float("nan")
+        clock, computing, waiting = (1e3 * seconds / TIMED for seconds in (clock, computing, waiting))
+        print(
+            f"{flags.config} {' '.join(flags.set)}: {clock:.0f} ms an evaluation of {batches} batches, {computing:.0f} computing, "
+            f"{waiting:.0f} waiting for the reader, {1e3 * kernels:.0f} of kernels"
+        )
+        if flags.every:
+            step = (stamps.stamps[-1] - stamps.stamps[-11]) / 10 * 1e3
+            part = clock / (clock + flags.every * step)
+            print(f"{step:.2f} ms a step, so that with one in {flags.every} steps evaluation takes {part:.1%} of the time")
+        del session
+
+
+def kernel_seconds(run):
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+    kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    return sum(event.self_device_time_total for event in kernels) / 1e6
+
+
+if __name__ == "__main__":
+    main()
