@@ -1,6 +1,7 @@
 """Flags of the commands that load a package, and the files that these flags name."""
 
 import argparse
+import copy
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,10 +90,12 @@ def measure_package(call: cli.Call, processes: "Processes", limit: int | None) -
     Args:
         limit: the most batches that each rank reads; None reads all.
     """
+    from recsys.data.loader import Loader
     from recsys.evaluation.protocol import describe, protocol
     from recsys.inference.eager import load_eager
     from recsys.inference.package import Package
     from recsys.inference.package_evaluation import evaluate_package
+    from recsys.models import layout_rule
 
     flags, reference = call.flags, None
     require_changeable(flags, MAY_CHANGE_IN_EVALUATION)
@@ -106,7 +109,11 @@ def measure_package(call: cli.Call, processes: "Processes", limit: int | None) -
     step = package.description.step
     if flags.run_dir is not None:
         reference = load_eager(call.run_dir, str(step), package.pipeline)
-    result = evaluate_package(package, call.pipeline, flags.split, processes, limit, reference)
+    settings = copy.deepcopy(package.pipeline)
+    settings.data.CopyFrom(call.pipeline.data)
+    share = {"rank": processes.rank, "world_size": processes.world_size}
+    loader = Loader.open(settings, flags.split, layout_rule(settings), mode="evaluate", **share)
+    result = evaluate_package(package, loader, processes.device, limit, reference)
     if processes.is_main:
         if settings := protocol(call.pipeline):
             log.info("protocol: %s", describe(settings))

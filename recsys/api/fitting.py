@@ -22,6 +22,7 @@ from recsys.api.rows import Rows
 from recsys.config.feature_kinds import kinds
 from recsys.data.sources.memory import PROTOCOL
 from recsys.errors import ConfigError, DataError, RecsysError
+from recsys.inference.package_evaluation import evaluate_package
 from recsys.logs import is_for_console
 from recsys.training import checkpoint, evaluator, run
 from recsys.training.distributed import gather, on_main, process_group
@@ -137,23 +138,26 @@ def evaluate(model: Model, rows: Batches | Rows | str | Path) -> dict[str, float
     {'ndcg@10': 0.0687, 'hit_rate@10': 0.1262, ..., 'loss': 6.95}
 
     Args:
-        model: from `recsys.build`, `recsys.fit` or `recsys.load` of a run folder.
+        model: from `recsys.build`, `recsys.fit` or `recsys.load`; a package is measured by its own answers.
         rows: rows in any form that `recsys.batches` takes, or its result.
 
     Returns:
-        The config's metrics by name, `loss`, and with several tasks also `loss/<task>`; NaN if undefined.
+        The config's metrics by name, `loss`, and with several tasks also `loss/<task>`; NaN if undefined. A
+        package has no losses, because its answers hold no logits.
 
     Raises:
-        ConfigError: the model is a package.
         DataError: a label or another column is missing, or a row is bad.
+        PackageError: `rows` are `Batches` of more rows than the package accepts.
     """
-    module = model.require_module("evaluated")
-    batches = as_batches(rows, model.config)
-    device = next(module.parameters()).device
     rank, world_size = 0, 1
     if torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return evaluator.evaluate(module, batches.loader("evaluate", rank=rank, world_size=world_size), device)
+    batches = as_batches(rows, model.config)  # holds rows in memory until the end
+    loader = batches.loader("evaluate", rank=rank, world_size=world_size)
+    if model.package is not None:
+        return evaluate_package(model.package, loader, torch.device(model.package.description.device)).metrics
+    module = model.require_module("evaluated")
+    return evaluator.evaluate(module, loader, next(module.parameters()).device)
 
 
 def _duration(steps: int | None, epochs: int | None) -> list[str]:

@@ -156,7 +156,7 @@ class Model:
             return vector_table(keys, predictor.queries(table))
 
     def require_module(self, verb: str) -> base.Model:
-        """Returns the module to train or evaluate.
+        """Returns the module to train, evaluate, or ask for its tables.
 
         Raises:
             ConfigError: the model is a package.
@@ -267,7 +267,10 @@ def load(folder: str | Path, which: str = "best", *, verify_key: str | Path | No
     folder = Path(folder)
     if (folder / DESCRIPTION).is_file():
         package = Package(folder, verify_key=None if verify_key is None else Path(verify_key))
-        return Model(of_pipeline(package.pipeline), None, package)
+        pipeline = _copy(package.pipeline)
+        most = package.description.max_batch_size
+        pipeline.data.eval_batch_size = min(pipeline.data.eval_batch_size, most)
+        return Model(of_pipeline(pipeline), None, package)
     if not (folder / configs.FILE_NAME).is_file():
         raise RecsysError(
             f"{folder}: holds neither a run ({configs.FILE_NAME}) nor a package ({DESCRIPTION})"

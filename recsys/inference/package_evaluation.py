@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys import protos as pb
 from recsys.config import features
 from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
@@ -21,10 +20,10 @@ from recsys.inference.eager import EagerPackage
 from recsys.inference.golden import largest_difference
 from recsys.inference.package import Package
 from recsys.inference.shared_rows import PackageProgram
-from recsys.models.base import add_rows, build_model, layout_rule
+from recsys.models.base import add_rows, build_model
 from recsys.modules.metrics.base import compute_all
 from recsys.scoring.scorer import Scorer
-from recsys.training.distributed import Processes, gather
+from recsys.training.distributed import gather
 
 
 @dataclass(frozen=True)
@@ -43,35 +42,27 @@ class PackageEvaluation:
 
 def evaluate_package(
     package: Package | EagerPackage,
-    pipeline: pb.Pipeline,
-    split: str,
-    processes: Processes,
+    loader: Loader,
+    device: torch.device,
     limit: int | None = None,
     reference: EagerPackage | None = None,
 ) -> PackageEvaluation:
-    """Computes the metrics of a package on a split, exactly. Collective.
+    """Computes the metrics of a package on the batches of `loader`, exactly. Collective.
 
     Args:
         package: the package, or a model in eager mode.
-        pipeline: the package's config, whose `data` says which rows are read and how.
-        split: "train", "validation" or "test".
-        processes: this rank.
+        loader: reads rows for evaluation.
+        device: where metrics are computed.
         limit: the most batches that each rank reads; None reads all.
         reference: the evaluated model, whose answers are compared with those of the package.
 
     Raises:
-        DataError: the split has no rows, or they do not fit the package's config.
+        DataError: a row is bad.
         PackageError: a batch has more rows than the package accepts.
         RecsysError: the model cannot be measured by its answers.
     """
-    settings = pb.Pipeline()
-    settings.CopyFrom(package.pipeline)
-    settings.data.CopyFrom(pipeline.data)
-    rule, device = layout_rule(settings), processes.device
-    rank, world_size = processes.rank, processes.world_size
-    loader = Loader.open(settings, split, rule, rank=rank, world_size=world_size, mode="evaluate")
     # Its weights are never used: it only says how answers are measured.
-    model = build_model(settings, whole=False)
+    model = build_model(package.pipeline, whole=False)
     metrics = {name: metric.to(device) for name, metric in model.metrics().items()}
     items, answers = _items(package, device), _Answers(package)
     compared = None if reference is None else _Compared(package, reference)

@@ -50,12 +50,15 @@ def pipeline(request, tmp_path):
     )
 
 
+def loader_of(pipeline):
+    return Loader.open(pipeline, "test", layout_rule(pipeline), mode="evaluate")
+
+
 def test_a_package_has_the_metrics_of_its_model(pipeline):
     torch.manual_seed(0)
     model = build_model(pipeline).eval()
-    loader = Loader.open(pipeline, "test", layout_rule(pipeline), mode="evaluate")
-    expected = evaluator.evaluate(model, loader, ALONE.device)
-    actual = evaluate_package(EagerPackage(model), pipeline, "test", ALONE)
+    expected = evaluator.evaluate(model, loader_of(pipeline), ALONE.device)
+    actual = evaluate_package(EagerPackage(model), loader_of(pipeline), ALONE.device)
     assert 0.1 < actual.metrics["mrr"] < 0.9 and actual.difference is None
     assert actual.metrics == pytest.approx({name: expected[name] for name in actual.metrics}, abs=1e-6)
     assert expected.keys() - actual.metrics.keys() == {"loss"}
@@ -67,19 +70,19 @@ def test_the_difference_is_that_of_the_most_different_answer(pipeline):
     model, changed = build_model(pipeline).eval(), build_model(pipeline).eval()
     changed.load_state_dict(model.state_dict())
     package, reference = EagerPackage(model), EagerPackage(changed)
-    assert evaluate_package(package, pipeline, "test", ALONE, reference=reference).difference == 0
+    assert evaluate_package(package, loader_of(pipeline), ALONE.device, reference=reference).difference == 0
     with torch.no_grad():
         for weight in changed.mix.parameters():
             weight *= 1.001
     largest = 0.0
     with torch.no_grad():
-        for batch in Loader.open(pipeline, "test", layout_rule(pipeline), mode="evaluate").epoch(0):
+        for batch in loader_of(pipeline).epoch(0):
             ours, theirs = model.score(batch).double(), changed.score(batch).double()
             largest = max(largest, ((ours - theirs).abs() / theirs.abs().clamp(min=1)).max().item())
-    actual = evaluate_package(package, pipeline, "test", ALONE, reference=reference)
+    actual = evaluate_package(package, loader_of(pipeline), ALONE.device, reference=reference)
     assert largest > 0 and actual.difference == pytest.approx(largest, rel=1e-5)
     reference.items = package.items + 3
-    actual = evaluate_package(package, pipeline, "test", ALONE, reference=reference)
+    actual = evaluate_package(package, loader_of(pipeline), ALONE.device, reference=reference)
     assert actual.difference == pytest.approx((3 / reference.items.abs().clamp(min=1)).max().item())
 
 
@@ -87,4 +90,4 @@ def test_a_model_that_cannot_be_measured_says_so(pipeline, monkeypatch):
     model = build_model(pipeline).eval()
     monkeypatch.setattr(type(model), "answer_rows", Model.answer_rows)
     with pytest.raises(RecsysError, match="Retriever does not say how to measure the answers of its package"):
-        evaluate_package(EagerPackage(model), pipeline, "test", ALONE)
+        evaluate_package(EagerPackage(model), loader_of(pipeline), ALONE.device)

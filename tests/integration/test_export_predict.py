@@ -185,8 +185,12 @@ def test_the_library_answers_alike_for_a_run_and_its_package(family, request, mo
         for ours, theirs in zip(*best, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
         assert run.embeddings()["id"].to_pylist() == package.embeddings()["id"].to_pylist()
-    with pytest.raises(ConfigError, match="a package is compiled to predict and cannot be evaluated"):
-        recsys.evaluate(package, table)
+    expected, measured = recsys.evaluate(run, table), recsys.evaluate(package, table)
+    assert measured and measured.keys() == {name for name in expected if name.partition("/")[0] != "loss"}
+    for name, value in measured.items():
+        assert value == pytest.approx(expected[name], abs=2e-5, rel=2e-5, nan_ok=True)
+    with pytest.raises(ConfigError, match="a package is compiled to predict and cannot be trained"):
+        recsys.fit(package, table)
 
 
 def test_top_k_and_history_can_be_chosen(retriever, tmp_path):
