@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from recsys import protos as pb
-from recsys.api.configs import Config
+from recsys.api.configs import Config, limit_readers
 from recsys.api.rows import Rows, to_table
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
@@ -57,6 +57,8 @@ class Batches:
     def loader(self, mode: Mode, *, shuffle: bool = False, rank: int = 0, world_size: int = 1) -> Loader:
         """Opens a reader of the rows, for a training loop of your own.
 
+        Rows in files are read by `data.num_workers` processes, rows in memory by this one.
+
         >>> for batch in batches.loader("train", shuffle=True).epoch(0):
         ...     outputs = model.module(batch)
 
@@ -70,7 +72,10 @@ class Batches:
         """
         pipeline = pb.Pipeline()
         pipeline.CopyFrom(self._config.pipeline)
-        pipeline.data.num_workers = 0
+        for split in SPLITS:
+            pipeline.data.ClearField(split)
+        pipeline.data.train.CopyFrom(self.source)
+        limit_readers(pipeline)
         rule = layout_rule(pipeline)
         return Loader.open(
             pipeline, self.source, rule, rank=rank, world_size=world_size, shuffle=shuffle, mode=mode

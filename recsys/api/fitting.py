@@ -21,6 +21,7 @@ from recsys.api.models import Model
 from recsys.api.rows import Rows
 from recsys.config.feature_kinds import kinds
 from recsys.data.sources.memory import PROTOCOL
+from recsys.data.workers.processes import start_server
 from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.inference.package_evaluation import evaluate_package
 from recsys.logs import is_for_console
@@ -118,6 +119,8 @@ def fit(
     if not pipeline.data.HasField("train"):
         raise DataError("train: no rows are given, and the config has no data.train")
     hooks = _hooks(callbacks)
+    if pipeline.data.num_workers:
+        start_server()
     before = capture_rng(next(module.parameters()).device)
     try:
         with _progress_shown(progress), process_group() as processes, _run_folder(folder) as place:

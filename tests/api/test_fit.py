@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import recsys
 from recsys import train as train_command
+from recsys.data import loader
 from recsys.errors import ConfigError, DataError, NonFiniteLossError, RecsysError
 from recsys.training.signals import catching_signals
 from tests.integration import runs
@@ -71,6 +72,21 @@ def fitted(train, validation):
     model = recsys.build(config())
     result = recsys.fit(model, train, validation=validation, steps=8, progress=False)
     return model, result
+
+
+def test_files_are_read_by_other_processes_into_the_same_weights(files, fitted, validation, monkeypatch):
+    pools = []
+    pool_of = loader.ReaderPool
+    monkeypatch.setattr(
+        loader, "ReaderPool", lambda *given, **named: pools.append(pool_of(*given, **named)) or pools[-1]
+    )
+    torch.manual_seed(0)
+    model = recsys.build(config(*files, "data.num_workers=2"))
+    recsys.fit(model, steps=8, progress=False)
+    assert len(pools) == 1 + 2  # training and two evaluations
+    assert same(model.module.state_dict(), fitted[0].module.state_dict())
+    assert recsys.evaluate(model, "validation") == recsys.evaluate(model, validation)
+    assert len(pools) == 4
 
 
 def test_weights_and_metrics_are_those_of_the_command(trained_by_command, fitted):
