@@ -1,18 +1,19 @@
 """`recsys.batches`: rows of a data frame or of files, ready to train on and to evaluate."""
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from recsys import protos as pb
-from recsys.api.configs import Config, limit_readers
+from recsys.api.configs import Config
 from recsys.api.rows import Rows, to_table
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.data.schema.contract import Mode
 from recsys.data.sources import open_source
-from recsys.data.sources.memory import MemoryFile
+from recsys.data.sources.memory import PROTOCOL, MemoryFile
 from recsys.errors import ConfigError, DataError
 from recsys.models import layout_rule
 
@@ -75,7 +76,9 @@ class Batches:
         for split in SPLITS:
             pipeline.data.ClearField(split)
         pipeline.data.train.CopyFrom(self.source)
-        limit_readers(pipeline)
+        # Other processes do not see tables in memory, and a process that ends with its parent may start none.
+        if PROTOCOL in str(pipeline) or multiprocessing.current_process().daemon:
+            pipeline.data.num_workers = 0
         rule = layout_rule(pipeline)
         return Loader.open(
             pipeline, self.source, rule, rank=rank, world_size=world_size, shuffle=shuffle, mode=mode

@@ -16,7 +16,7 @@ from recsys.config import Loaded, Parsed, textproto
 from recsys.config.declarations import model_of
 from recsys.config.feature_kinds import FeatureKind, kinds
 from recsys.data.arrow import one_array
-from recsys.data.sources.memory import PROTOCOL, MemoryFile
+from recsys.data.sources.memory import MemoryFile
 from recsys.errors import ConfigError, DataError
 from recsys.prepare.dataset_writer import IdCounts
 
@@ -147,16 +147,10 @@ def with_sources(cfg: Config, sources: Mapping[str, pb.Source], overrides: Seque
         getattr(data, split).CopyFrom(source)
     if not data.HasField("validation"):
         loaded.pipeline.train.ClearField("evaluation")
-    pipeline = configs.prepare_loaded(loaded, mistakes).pipeline
-    limit_readers(pipeline)
-    return pipeline
-
-
-def limit_readers(pipeline: pb.Pipeline) -> None:
-    """Makes this process read the rows if others cannot: they do not see tables in memory, and a process that
-    ends with its parent may not start any."""
-    if PROTOCOL in str(pipeline) or multiprocessing.current_process().daemon:
-        pipeline.data.num_workers = 0
+    # A process that ends with its parent may not start others.
+    if multiprocessing.current_process().daemon:
+        data.num_workers = 0
+    return configs.prepare_loaded(loaded, mistakes).pipeline
 
 
 def _parse(source: str | Path | Config, overrides: Sequence[str]) -> Parsed:

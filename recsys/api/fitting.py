@@ -97,7 +97,7 @@ def fit(
         steps, epochs: length of training, instead of `train.num_steps` and `train.num_epochs`.
         folder: run folder to write or to continue, with checkpoints, metrics and report. It has the form of
             a run folder of `recsys.train`, so all commands take it; rows from memory are saved in it. Absent:
-            no files are kept.
+            a temporary folder, of which nothing is kept.
         callbacks: hooks; each method of `recsys.Hook` is called as its docstring says.
         progress: print losses and metrics, unless the log of `recsys` is already shown.
 
@@ -113,19 +113,19 @@ def fit(
         for name, rows in (("train", train), ("validation", validation))
         if rows is not None
     }
-    pipeline = with_sources(
+    given = with_sources(
         model.config, {name: rows.source for name, rows in batches.items()}, _duration(steps, epochs)
     )
-    if not pipeline.data.HasField("train"):
+    if not given.data.HasField("train"):
         raise DataError("train: no rows are given, and the config has no data.train")
     hooks = _hooks(callbacks)
-    if pipeline.data.num_workers:
+    if given.data.num_workers:
         start_server()
     before = capture_rng(next(module.parameters()).device)
     try:
         with _progress_shown(progress), process_group() as processes, _run_folder(folder) as place:
-            if folder is not None:
-                on_main(lambda: _keep_rows(pipeline, place))
+            # Reader processes do not see tables in memory.
+            pipeline = on_main(lambda: _keep_rows(given, place))
             make_hooks = _in_folder(hooks) if folder is not None else _in_memory(hooks)
             outcome = run.train(pipeline, place, processes, hooks=make_hooks, weights=module.state_dict())
             checkpoint.load_weights(checkpoint.find(place / CHECKPOINTS, "best"), module)
@@ -246,8 +246,8 @@ def _run_folder(folder: str | Path | None) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _keep_rows(pipeline: pb.Pipeline, folder: Path) -> None:
-    """Writes rows and vocabularies in memory into the run folder, and makes the pipeline name these files.
+def _keep_rows(pipeline: pb.Pipeline, folder: Path) -> pb.Pipeline:
+    """Writes rows and vocabularies in memory into the run folder, and returns the pipeline with these files.
 
     Raises:
         RecsysError: the folder already has other rows.
@@ -264,6 +264,7 @@ def _keep_rows(pipeline: pb.Pipeline, folder: Path) -> None:
             vocabulary.file = _keep(vocabulary.file, folder / DATA / "vocabulary" / name)
     if data.item_file:
         data.item_file = _keep(data.item_file, folder / DATA / "items.parquet")
+    return pipeline
 
 
 def _keep(address: str, path: Path) -> str:

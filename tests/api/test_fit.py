@@ -74,19 +74,23 @@ def fitted(train, validation):
     return model, result
 
 
-def test_files_are_read_by_other_processes_into_the_same_weights(files, fitted, validation, monkeypatch):
-    pools = []
-    pool_of = loader.ReaderPool
+@pytest.mark.parametrize("place", ["files", "memory"])
+def test_rows_are_read_by_other_processes_into_the_same_weights(
+    files, train, validation, fitted, monkeypatch, place
+):
+    pools, pool_of = [], loader.ReaderPool
     monkeypatch.setattr(
-        loader, "ReaderPool", lambda *given, **named: pools.append(pool_of(*given, **named)) or pools[-1]
+        loader, "ReaderPool", lambda *given, **named: pools.append(1) or pool_of(*given, **named)
     )
     torch.manual_seed(0)
-    model = recsys.build(config(*files, "data.num_workers=2"))
-    recsys.fit(model, steps=8, progress=False)
+    model = recsys.build(config(*(files if place == "files" else ()), "data.num_workers=2"))
+    rows = {} if place == "files" else {"train": train, "validation": validation}
+    recsys.fit(model, **rows, steps=8, progress=False)
     assert len(pools) == 1 + 2  # training and two evaluations
     assert same(model.module.state_dict(), fitted[0].module.state_dict())
-    assert recsys.evaluate(model, "validation") == recsys.evaluate(model, validation)
-    assert len(pools) == 4
+    if place == "files":
+        assert recsys.evaluate(model, "validation") == recsys.evaluate(model, validation)
+        assert len(pools) == 4
 
 
 def test_weights_and_metrics_are_those_of_the_command(trained_by_command, fitted):
