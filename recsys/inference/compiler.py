@@ -79,10 +79,6 @@ def compile_graph(
         "cpp.simdlen": 256,
         "cpp.vec_isa_ok": True,
     }
-    if example[0].is_cuda and _searches(captured):
-        # Inductor would try each kernel alone, on made-up numbers in place of the indices that kernels before
-        # it compute, and read anywhere. Without this setting it runs the whole program on the example.
-        settings["triton.autotune_at_compile_time"] = False
     if instruction_set(pipeline) != NATIVE:
         settings["cpp.march"] = instruction_set(pipeline)
     if weights is not None:
@@ -96,11 +92,6 @@ def compile_graph(
             torch._inductor.aoti_compile_and_package(captured, package_path=file, inductor_configs=settings)
     except InductorError as error:
         raise _explain(error) from error
-
-
-def _searches(captured: torch.export.ExportedProgram) -> bool:
-    """Returns whether a program reads what it has found, as a beam search does."""
-    return any(node.target is torch.ops.aten.topk.default for node in captured.graph.nodes)
 
 
 def instruction_set(pipeline: pb.Pipeline) -> str:

@@ -68,13 +68,14 @@ def beam_search(
     for level in range(trie.levels):
         logits = decoder.advance(level, token, cache, memories)
         extended = extend_beams(logits, beams, trie.edges(level), min(width, trie.counts[level]), leaves)
-        beams, origins = extended.beams, extended.origins[..., None]
+        origins = _within(extended.origins, beams.nodes.shape[1])[..., None]
+        beams = extended.beams
         if level + 1 < trie.levels:
             cache = select_paths(
                 cache, lambda paths, at=origins: paths.gather(1, at.expand(-1, -1, paths.shape[2]))
             )
             token = decoder.embed.level(level, extended.codes)
-    items = trie.item[beams.nodes.clamp(min=0)].long()
+    items = trie.item[_within(beams.nodes, trie.item.shape[0])].long()
     return FoundItems(beams.scores, torch.where(beams.nodes < 0, -1, items))
 
 
@@ -90,7 +91,8 @@ def extend_beams(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, see
     """
     if runs_on(logits, edges):
         return beam_step(logits, beams, edges, width, seen)
-    node, last_edge, device = beams.nodes.clamp(min=0), edges.token.shape[0] - 1, logits.device
+    node, last_edge = _within(beams.nodes, edges.first.shape[0] - 1), edges.token.shape[0] - 1
+    device = logits.device
     begin, end = edges.first[node].long(), torch.where(beams.nodes < 0, 0, edges.first[node + 1])
     edge = begin[..., None] + torch.arange(edges.most_children + 1, device=device)
     # Leaves below an edge are consecutive, and so are the places of the seen ones among them.
@@ -103,11 +105,20 @@ def extend_beams(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, see
     scores = (beams.scores - logits.logsumexp(2))[..., None] + logits.gather(2, code)
     scores = torch.where(is_left, scores, -torch.inf).flatten(1)
     best = torch.topk(keys_of(scores, torch.arange(scores.shape[1], device=device)), width, dim=1).values
-    place, scores = items_of(best), scores_of(best)
+    place, scores = _within(items_of(best), scores.shape[1]), scores_of(best)
     origins = torch.div(place, edges.most_children, rounding_mode="floor")
     nodes = begin.gather(1, origins) + place - origins * edges.most_children
     nodes = torch.where(scores == -torch.inf, -1, nodes)
-    return Extended(Beams(scores, nodes), origins, edges.token[nodes.clamp(min=0)].long())
+    return Extended(Beams(scores, nodes), origins, edges.token[_within(nodes, last_edge + 1)].long())
+
+
+def _within(index: Tensor, size: int) -> Tensor:
+    """Returns an index that a search has found, unchanged unless it is -1, which stands for nothing.
+
+    The upper bound is for the compiler of packages: it times each kernel alone on made-up numbers in place of
+    what kernels before it have found, and these must not lead outside of a tensor.
+    """
+    return index.clamp(min=0, max=size - 1)
 
 
 def _seen_leaves(trie: CodeTrie, seen: SeenItems) -> SeenLeaves:
