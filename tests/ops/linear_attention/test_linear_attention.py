@@ -172,7 +172,8 @@ def test_kernels(form, runner):
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3]])
 def test_columns_in_more_blocks_of_keys_than_of_values(form, runner):
     """One sample, so that with the delta rule a program carries few columns of its state."""
-    narrow = problem([(70, 2)], (70, 33), **form) if runner.device == "cuda" else problem([(36, 2)], (33, 5), **form)
+    length, dims = (70, (70, 33)) if runner.device == "cuda" else (36, (33, 5))
+    narrow = problem([(length, 2)], dims, **form)
     assert_near(narrow.cast(torch.float32), runner, close=1e-5, floor=1e-5)
 
 
