@@ -274,7 +274,7 @@ def test_one_compiled_graph_for_all_sizes():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("delta", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_exported_graph_needs_no_op_of_ours_and_serves_all_sizes(delta):
     model, (*_, arguments) = Model(), given_to(BATCHES[0], delta)
     with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):
