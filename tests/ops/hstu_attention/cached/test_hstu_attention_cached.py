@@ -100,7 +100,7 @@ def test_groups_longer_than_a_tile(mask, runner):
     ids=str,
 )
 def test_keys_in_parts(mask, rows, parts, monkeypatch, runner):
-    """Parts of several blocks, of one and of none, with each kind of bias; sums that nobody has written would be
+    """Parts of several blocks, of one and of none, with each kind of bias. Sums that nobody has written are
     NaN."""
     from recsys.ops.hstu_attention.cached import triton_ops
 
