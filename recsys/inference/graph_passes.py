@@ -14,7 +14,13 @@ def shrink(captured: ExportedProgram) -> None:
     These are about 40 % of a captured model: casts to the dtype that a tensor has, a check of the dtype
     before each cast, and index arithmetic that parts of the model repeat. `Program` checks inputs' dtypes.
     """
-    graph = captured.graph_module.graph
+    for module in captured.graph_module.modules():
+        if isinstance(module, fx.GraphModule):  # the program, and parts of it under autocast
+            _shrink(module)
+
+
+def _shrink(module: fx.GraphModule) -> None:
+    graph = module.graph
     outputs = set(graph.output_node().all_input_nodes)  # the program's signature has their names
     for node in list(graph.nodes):
         if node.target is _ATEN._assert_tensor_metadata.default:
@@ -22,9 +28,9 @@ def shrink(captured: ExportedProgram) -> None:
         elif node not in outputs and _is_no_cast(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    captured.graph_module.graph = fx_graph_cse(graph)
-    captured.graph_module.graph.eliminate_dead_code()
-    captured.graph_module.recompile()
+    module.graph = fx_graph_cse(graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
 
 
 def _is_no_cast(node: fx.Node) -> bool:

@@ -7,13 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental import _config as symbolic
 
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference.compiler import compile_graph, instruction_set
 from recsys.inference.graph_passes import shrink
 from recsys.models.signature import TensorSpec
+from recsys.ops import AttentionMask, SequenceLayout, offsets_from_lengths
+from recsys.ops.hstu_attention.work_list import row_work
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,27 @@ def test_a_smaller_graph_gives_the_same_bits():
     for given in (inputs, (torch.randn(3, 4), torch.tensor([1, 0, 7]))):
         for actual, expected in zip(captured.module()(*given), Repetitive()(*given), strict=True):
             assert torch.equal(actual, expected) and actual.dtype == expected.dtype
+
+
+class Layers(nn.Module):
+    """Layers that each make a list of work, in a part of the graph under autocast, as in models in BF16."""
+
+    def forward(self, tokens, lengths):
+        sizes = (tokens.shape[0],) * 3
+        layout = SequenceLayout.trusted(lengths, offsets_from_lengths(lengths), lengths, 1, *sizes)
+        with torch.autocast("cpu", torch.bfloat16):
+            return [row_work(AttentionMask(), layout, 192, 64, section=100, strip=64) + n for n in range(2)]
+
+
+def test_layers_share_a_list_of_work():
+    dims = {0: torch.export.Dim("tokens", min=0)}, {0: torch.export.Dim("rows", min=0)}
+    with symbolic.patch(backed_size_oblivious=True):
+        captured = torch.export.export(Layers(), (torch.empty(9), torch.tensor([4, 5])), dynamic_shapes=dims)
+    shrink(captured)
+    graphs = [part.graph for part in captured.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    assert len(graphs) == 2
+    assert targets.count(torch.ops.aten.argsort.stable) == 2, "one of the samples and one of the tiles"
 
 
 @pytest.mark.parametrize(

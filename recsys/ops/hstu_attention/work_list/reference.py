@@ -130,7 +130,7 @@ def sections_of(lengths: Tensor, section: int) -> Tensor:
     ordered = lengths.index_select(0, order)
     number = (ordered.cumsum(0) - ordered) // section
     number = torch.minimum(number, (number.amax() - 1).clamp(min=0))
-    return torch.empty_like(number).scatter_(0, order, number)
+    return torch.zeros_like(number).scatter(0, order, number)  # graphs can merge what is not in place
 
 
 def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor | None, contextual: int) -> KeyIntervals:
