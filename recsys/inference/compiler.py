@@ -22,6 +22,7 @@ from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference.graph_passes import shrink
 from recsys.models.signature import TensorSpec
+from recsys.ops.runtime.embedding import embedding
 
 NATIVE = "native"
 """The value of -march that stands for the machine that compiles."""
@@ -66,10 +67,35 @@ def compile_graph(
     shapes = tuple(
         {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
     )
-    # Do not specialize the graph on sizes 0 and 1, so that one artifact serves all sizes.
-    with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
-        shrink(captured)
+    with embedding() as embedded:
+        # Do not specialize the graph on sizes 0 and 1, so that one artifact serves all sizes.
+        with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
+            captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
+            shrink(captured)
+        settings = _settings(captured, example, pipeline)
+        if embedded.launched:
+            settings["compile_threads"] = 1
+        if weights is not None:
+            settings["aot_inductor.package_constants_in_so"] = False
+            weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}
+            # Constants that are not part of the model are different in each graph.
+            constants = {
+                name: value for name, value in captured.constants.items() if isinstance(value, Tensor)
+            }
+            weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
+        try:
+            with _archive(path) as file, environment.quiet_export():
+                torch._inductor.aoti_compile_and_package(
+                    captured, package_path=file, inductor_configs=settings
+                )
+        except InductorError as error:
+            raise _explain(error) from error
+
+
+def _settings(
+    captured: torch.export.ExportedProgram, example: tuple[Tensor, ...], pipeline: pb.Pipeline
+) -> dict[str, object]:
+    """Returns the settings of Inductor for a captured graph."""
     settings: dict[str, object] = {
         "aot_inductor.check_lowerbound": False,
         # This affects only the glue code between kernels, not kernels. It halves the time of compilation.
@@ -81,17 +107,7 @@ def compile_graph(
     }
     if instruction_set(pipeline) != NATIVE:
         settings["cpp.march"] = instruction_set(pipeline)
-    if weights is not None:
-        settings["aot_inductor.package_constants_in_so"] = False
-        weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}
-        # Constants that are not part of the model are different in each graph.
-        constants = {name: value for name, value in captured.constants.items() if isinstance(value, Tensor)}
-        weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
-    try:
-        with _archive(path) as file, environment.quiet_export():
-            torch._inductor.aoti_compile_and_package(captured, package_path=file, inductor_configs=settings)
-    except InductorError as error:
-        raise _explain(error) from error
+    return settings
 
 
 def instruction_set(pipeline: pb.Pipeline) -> str:

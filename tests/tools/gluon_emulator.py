@@ -97,6 +97,7 @@ def stand_ins(machine: Machine) -> dict[str, Any]:
             async_copy_global_to_shared=machine.copy_in,
             async_copy_shared_to_global=machine.copy_out,
             store_wait=machine.store_wait,
+            make_tensor_descriptor=_descriptor,
         ),
         "async_add_to_global": machine.copy_add,
         "fence_async_shared": machine.fence,
@@ -218,17 +219,22 @@ def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return Pointer(value.detach())
     if hasattr(value, "block_shape"):
-        tensor = value.base.detach()
-        elements = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        nbytes = tensor.element_size() * torch.Size(value.block_shape).numel()
-        return SimpleNamespace(
-            base=tensor,
-            elements=elements,
-            shape=value.shape,
-            strides=value.strides,
-            block_shape=value.block_shape,
-            block_type=SimpleNamespace(nbytes=nbytes),
-            dtype=tensor.dtype,
-            layout=value.layout,
+        return _descriptor(
+            Pointer(value.base.detach()), value.shape, value.strides, value.block_shape, value.layout
         )
     return Number(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _descriptor(
+    base: Pointer, shape: list[Any], strides: list[Any], block_shape: list[int], layout: Any
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        base=base.flat,
+        elements=len(base.flat),
+        shape=list(map(raw, shape)),
+        strides=list(map(raw, strides)),
+        block_shape=block_shape,
+        block_type=SimpleNamespace(nbytes=base.flat.element_size() * torch.Size(block_shape).numel()),
+        dtype=base.flat.dtype,
+        layout=layout,
+    )

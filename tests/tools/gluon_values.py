@@ -80,7 +80,8 @@ class Pointer:
     """Points to one element of a tensor."""
 
     def __init__(self, tensor: torch.Tensor, offset: int = 0) -> None:
-        self.flat, self.offset = tensor.view(-1), offset
+        elements = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        self.flat, self.offset = torch.as_strided(tensor, (elements,), (1,)), offset
 
     @property
     def dtype(self) -> SimpleNamespace:

@@ -20,6 +20,20 @@ STRIP = gl.constexpr(64)
 """Rows per warp group: those of one matrix instruction."""
 
 RAGGED_ROWS = gl.constexpr(descriptors.RAGGED_ROWS)
+ANY_ROWS = gl.constexpr(descriptors.ANY_ROWS)
+STEP_BACK = gl.constexpr(descriptors.STEP_BACK)
+
+
+@gluon.jit
+def ragged_descriptor(base, row, width, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Makes on the GPU what `descriptors.gluon_descriptor` makes on the host, for boxes [ROWS, COLUMNS] of
+    rows that are `row` elements of 16 bits apart and `width` elements long."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    row = gl.to_tensor(row).to(gl.int64)
+    return tma.make_tensor_descriptor(
+        base, [ANY_ROWS, ANY_ROWS, RAGGED_ROWS, width], [STEP_BACK - row, row, row, 1], [1, 1, ROWS, COLUMNS],
+        layout,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -1,12 +1,14 @@
 """When "auto" takes the Hopper backend: for what has passed on a GPU as it stands. Needs no Triton."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from recsys.ops import AttentionMask
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.hstu_attention import hopper
-from recsys.ops.runtime import triton_support
+from recsys.ops.runtime import embedding, triton_support
 from recsys.ops.runtime.dispatch import Support
 
 
@@ -26,9 +28,16 @@ def test_it_is_taken_for_all_widths_with_and_without_gradients(dim, deterministi
     assert hopper.supports(facts) == Support(True)
 
 
-def test_it_is_taken_in_compiled_graphs_but_not_in_exports(monkeypatch):
+def test_it_is_taken_in_compiled_graphs_and_in_exports_that_embed_kernels(monkeypatch):
     facts = AttentionFacts("cuda", torch.bfloat16, 4, 64, 64, AttentionMask(), False, True, False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert hopper.supports(facts) == Support(True)
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    assert hopper.supports(facts) == Support(False, "a package cannot embed it")
+    assert hopper.supports(facts) == Support(False, "only recsys.export can embed it in a package")
+    monkeypatch.setattr(embedding, "_KERNELS", {})
+    for problem in ("", "PyTorch 2.99 compiles packages in a way that is not known"):
+        monkeypatch.setattr(embedding, "_unknown_pytorch", lambda problem=problem: problem)
+        with embedding.embedding():
+            assert hopper.supports(facts) == Support(not problem, problem)
+            biased = dataclasses.replace(facts, has_bias=True)
+            assert hopper.supports(biased) == Support(False, "it has no relative bias")

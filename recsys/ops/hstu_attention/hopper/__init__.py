@@ -8,6 +8,7 @@ versions:
                      and rows see many keys
     backward_keys    the first of two passes: dK and dV (backward_wide for wide heads)
     backward_rows    the second pass: dQ
+    packaged         the outputs, by the kernel of `forward`, in packages
 
 `launch` and `two_pass` launch them, and `ops` makes them differentiable.
 """
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.hstu_attention.problem import Problem
-from recsys.ops.runtime import triton_support
-from recsys.ops.runtime.dispatch import Support, is_exporting
+from recsys.ops.runtime import embedding, triton_support
+from recsys.ops.runtime.dispatch import Support
 
 WIDTHS = (64, 128, 256)
 """Head widths, in columns, for which `launch` has sizes."""
@@ -44,9 +45,7 @@ def _missing_from_the_call(facts: AttentionFacts) -> str:
         return f"it takes bfloat16 and float16, not {facts.dtype}"
     if facts.qk_dim != facts.v_dim or facts.qk_dim not in WIDTHS:
         return f"it takes heads of {WIDTHS} for q, k and v alike, not {facts.qk_dim} and {facts.v_dim}"
-    if is_exporting():
-        return "a package cannot embed it"
-    return ""
+    return embedding.reason_against()
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:

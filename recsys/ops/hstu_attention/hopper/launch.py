@@ -137,18 +137,7 @@ def forward(
         ),
         (items, counter_for(q.device, captured)),
         (num_items, num_heads, q.stride(1), k.stride(1), v.stride(1), *scalars(problem)),
-        lambda: {
-            "D": dim,
-            "BLOCK_N": sizes.keys,
-            "STAGES": sizes.stages,
-            "STRIPS": sizes.strips,
-            "HELD": sizes.held,
-            "Q_TILES": sizes.q_tiles,
-            "COMPUTING_REGISTERS": sizes.computing_registers,
-            "LOADING_REGISTERS": sizes.loading_registers,
-            "num_warps": WARPS,
-            **rules(mask),
-        },
+        lambda: forward_constants(dim, sizes, mask),
     )
     return out
 
@@ -220,6 +209,22 @@ def average_visible_keys(problem: Problem) -> float:
 def counter_for(device: torch.device, captured: bool) -> Tensor:
     """Returns int32 zeros for one launch to count in."""
     return torch.zeros(4, dtype=torch.int32, device=device) if captured else zero_counter(device)
+
+
+def forward_constants(dim: int, sizes: ForwardSizes, mask: AttentionMask) -> dict[str, int | bool]:
+    """Returns the compile-time constants of the forward kernel, by parameter name."""
+    return {
+        "D": dim,
+        "BLOCK_N": sizes.keys,
+        "STAGES": sizes.stages,
+        "STRIPS": sizes.strips,
+        "HELD": sizes.held,
+        "Q_TILES": sizes.q_tiles,
+        "COMPUTING_REGISTERS": sizes.computing_registers,
+        "LOADING_REGISTERS": sizes.loading_registers,
+        "num_warps": WARPS,
+        **rules(mask),
+    }
 
 
 def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | bool]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.hopper import launch, two_pass
+from recsys.ops.hstu_attention.hopper import launch, packaged, two_pass
 from recsys.ops.hstu_attention.problem import (
     NUM_FLAT_TENSORS,
     FlatProblem,
@@ -17,6 +17,7 @@ from recsys.ops.hstu_attention.problem import (
     Problem,
     flattened,
 )
+from recsys.ops.runtime.dispatch import is_exporting
 from recsys.ops.runtime.registration import differentiable, flat_signature, opaque_op, saving
 
 ONE_PASS_ABOVE = {64: (240, 120), 128: (512, 400)}
@@ -83,6 +84,8 @@ def _gradients(
 
 def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """Calls the library op, for traced graphs."""
+    if is_exporting():
+        return packaged.call_op(q, k, v, problem)
     return hstu_attention_sm90(q, k, v, *flattened(problem))
 
 
