@@ -36,8 +36,8 @@ class Waiting:
     def __getattr__(self, name):
         return getattr(self._loader, name)
 
-    def first(self, limit):
-        batches = iter(self._loader.first(limit))
+    def epoch(self, number):
+        batches = iter(self._loader.epoch(number))
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
