@@ -13,7 +13,7 @@ rows() { echo "features[0].id.hash.num_buckets=$(($1 / small))"; }
 if wanted tables; then
     for kernel in FUSED FUSED_UVM_CACHING FUSED_UVM; do
         echo "== $kernel"
-        timeout "${SECONDS_A_TABLE:-90}" python experiments/2026-11-28-recorded-steps/steps.py $config --steps "${STEPS:-400}" --set "$(rows 300000000)" \
+        timeout -s KILL "${SECONDS_A_TABLE:-90}" python experiments/2026-11-28-recorded-steps/steps.py $config --steps "${STEPS:-400}" --set "$(rows 300000000)" \
             --set train.sharding.kernel=$kernel --set data.num_workers=8 --set data.train.synthetic.num_rows=131072 2>&1 |
             grep -E " ms|rror" | tail -n 3
     done

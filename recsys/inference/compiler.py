@@ -72,7 +72,7 @@ def compile_graph(
         with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
             captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
             shrink(captured)
-        settings = _settings(captured, example, pipeline)
+        settings = _settings(pipeline)
         if embedded.launched:
             settings["compile_threads"] = 1
         if weights is not None:
@@ -92,10 +92,8 @@ def compile_graph(
             raise _explain(error) from error
 
 
-def _settings(
-    captured: torch.export.ExportedProgram, example: tuple[Tensor, ...], pipeline: pb.Pipeline
-) -> dict[str, object]:
-    """Returns the settings of Inductor for a captured graph."""
+def _settings(pipeline: pb.Pipeline) -> dict[str, object]:
+    """Returns the settings of Inductor."""
     settings: dict[str, object] = {
         "aot_inductor.check_lowerbound": False,
         # This affects only the glue code between kernels, not kernels. It halves the time of compilation.
