@@ -11,6 +11,8 @@ import numpy
 import pytest
 import torch
 
+from tests.tools.scheduling import SchedulingByServer, server_of
+
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
@@ -30,7 +32,8 @@ LONG_FILES = {
     "test_signature.py",
     "test_triton_compile.py",
 }
-"""Files that take longest. They come first, so that no worker is left alone with one of them at the end."""
+"""Files that take longest. They come first, with those that share a server, so that no worker is left alone
+with one of them at the end."""
 
 
 def pytest_addoption(parser):
@@ -63,7 +66,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip_gpu)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(skip_slow)
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    items.sort(key=lambda item: item.path.name not in LONG_FILES and server_of(item.path) is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return SchedulingByServer(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

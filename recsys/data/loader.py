@@ -7,6 +7,7 @@ make it.
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from recsys import protos as pb
@@ -16,7 +17,7 @@ from recsys.data.convert.packer import BatchArrays
 from recsys.data.counts import RowCounter
 from recsys.data.plan.duplicates import find_duplicates
 from recsys.data.plan.epoch import PlanSettings
-from recsys.data.plan.schedule import BatchSchedule, batches_of_rank
+from recsys.data.plan.schedule import BatchSchedule, RepeatedSchedule, batches_of_rank
 from recsys.data.schema.contract import Mode
 from recsys.data.sources import Source, open_source
 from recsys.data.unknown_ids import UnknownIds
@@ -66,6 +67,7 @@ class Loader:
         world_size: number of ranks.
         num_workers: number of reader processes; 0 reads in this process.
         prefetch: number of batches that each process may prepare ahead.
+        keep_readers: whether the reader processes of `first` go on for its next call.
 
     Attributes:
         source: the source of the rows.
@@ -86,6 +88,7 @@ class Loader:
         world_size: int = 1,
         num_workers: int = 0,
         prefetch: int = 1,
+        keep_readers: bool = False,
     ) -> None:
         self.source = reader.source
         self.batch_size = reader.settings.batch_size
@@ -98,6 +101,9 @@ class Loader:
         self._world_size = world_size
         self._num_workers = num_workers
         self._prefetch = prefetch
+        self._keep_readers = keep_readers
+        self._kept: Generator[BatchArrays] | None = None
+        self._kept_indices = range(0)
 
     @classmethod
     def open(
@@ -110,6 +116,7 @@ class Loader:
         world_size: int = 1,
         shuffle: bool = False,
         mode: Mode | None = None,
+        keep_readers: bool = False,
     ) -> "Loader":
         """Opens the source and checks every file's schema.
 
@@ -122,6 +129,7 @@ class Loader:
             shuffle: whether to mix rows, differently in each epoch.
             mode: purpose of the rows; by default "train" for the split "train", else "evaluate". "predict"
                 reads no labels, cuts no candidates, and keeps the order of the files.
+            keep_readers: whether the reader processes of `first` go on for its next call, until `close`.
 
         Raises:
             DataError: files are missing, broken, without rows, or do not fit the config; or rows repeat the
@@ -164,6 +172,7 @@ class Loader:
             world_size=world_size,
             num_workers=data.num_workers,
             prefetch=data.prefetch_batches,
+            keep_readers=keep_readers,
         )
 
     def num_batches(self, epoch: int = 0) -> int:
@@ -189,6 +198,35 @@ class Loader:
         """
         with closing(self._stream([(epoch, index) for index in self._indices(epoch, start)])) as stream:
             yield from self._batches(epoch, start, stream)
+
+    def first(self, limit: int | None = None) -> Iterator[Batch]:
+        """Yields this rank's first `limit` batches of epoch 0, all if it is None; the same on every call.
+
+        With `keep_readers`, the readers prepare the batches of the next call while the caller does something
+        else, so that evaluations during training need not wait for them.
+
+        Raises the errors of `epoch`.
+        """
+        indices = self._indices(0, 0)[:limit]
+        if not (self._keep_readers and self._num_workers and indices):
+            yield from islice(self.epoch(0), limit)
+            return
+        if self._kept is None or self._kept_indices != indices:
+            self.close()
+            self._kept, self._kept_indices = self._stream(RepeatedSchedule(indices)), indices
+        is_complete = False
+        try:
+            yield from self._batches(0, 0, self._kept, limit)
+            is_complete = True
+        finally:
+            if not is_complete:
+                self.close()
+
+    def close(self) -> None:
+        """Ends the reader processes that wait for the next call of `first`."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     def epochs(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yields the batches of epoch `epoch` and of all epochs after it, without end.
@@ -219,9 +257,11 @@ class Loader:
     def _indices(self, epoch: int, start: int) -> range:
         return batches_of_rank(self._reader.plan(epoch), start, self._rank, self._world_size)
 
-    def _batches(self, epoch: int, start: int, stream: Iterator[BatchArrays]) -> Iterator[Batch]:
+    def _batches(
+        self, epoch: int, start: int, stream: Iterator[BatchArrays], limit: int | None = None
+    ) -> Iterator[Batch]:
         self.counter.begin()
-        batches = self._read(epoch, start, stream)
+        batches = self._read(epoch, start, stream, limit)
         if self.exchange is not None:
             batches = _exchanged(batches, self.exchange)
         try:
@@ -231,9 +271,11 @@ class Loader:
         finally:
             self.counter.log(epoch)
 
-    def _read(self, epoch: int, start: int, stream: Iterator[BatchArrays]) -> Generator[_Read]:
+    def _read(
+        self, epoch: int, start: int, stream: Iterator[BatchArrays], limit: int | None
+    ) -> Generator[_Read]:
         num_batches = self.num_batches(epoch)
-        for step in range(self.num_steps(epoch, start)):
+        for step in range(self.num_steps(epoch, start))[:limit]:
             first = start + step * self._world_size
             position = Position(epoch, min(first + self._world_size, num_batches) - 1)
             index = first + self._rank
@@ -246,9 +288,13 @@ class Loader:
             self._unknown_ids.observe(arrays)
         return arrays
 
-    def _stream(self, schedule: list[tuple[int, int]] | BatchSchedule) -> Generator[BatchArrays]:
-        useful = self._num_workers if isinstance(schedule, BatchSchedule) else len(schedule)
-        num_workers = min(self._num_workers, useful)
+    def _stream(
+        self, schedule: list[tuple[int, int]] | BatchSchedule | RepeatedSchedule
+    ) -> Generator[BatchArrays]:
+        num_workers = self._num_workers
+        if not isinstance(schedule, BatchSchedule):
+            listed = schedule.indices if isinstance(schedule, RepeatedSchedule) else schedule
+            num_workers = min(num_workers, len(listed))
         if num_workers == 0:
             yield from self._read_here(schedule)
             return

@@ -5,7 +5,6 @@ retriever are ranked exactly, by the vectors that the package holds.
 """
 
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -67,7 +66,7 @@ def evaluate_package(
     items, answers = _items(package, device), _Answers(package)
     compared = None if reference is None else _Compared(package, reference)
     with torch.no_grad():
-        for batch in islice(loader.epoch(0), limit):
+        for batch in loader.first(limit):
             answer = answers.of(batch)
             if compared is not None:
                 compared.add(answer, batch)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -78,7 +77,7 @@ def evaluate(
         # sharded tables do not allow, and diagnostics need each row in one call.
         alone = not (dist.is_initialized() and dist.get_world_size() > 1)
         scorer = Scorer(EagerModel(model, may_cache=alone and diagnostics is None), model.pipeline)
-        for batch in islice(loader.epoch(0), max_batches):
+        for batch in loader.first(max_batches):
             batch = batch.to(device)
             with diagnostics.watching(batch) if diagnostics else nullcontext():
                 outputs = scorer.score(batch)
@@ -109,7 +108,7 @@ def ratios(
     """
     totals: dict[str, torch.Tensor] = {}
     with _aside(model, device):
-        for batch in islice(loader.epoch(0), max_batches):
+        for batch in loader.first(max_batches):
             for name, counts in sums_of(batch.to(device)).items():
                 totals[name] = totals.get(name, 0) + counts
     packed = gather({name: counts.cpu() for name, counts in totals.items()})

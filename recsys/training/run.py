@@ -114,6 +114,8 @@ def _train(session: Session, make_hooks: Callable[[Session], list[Hook]]) -> Out
     except torch.OutOfMemoryError as error:
         raise RecsysError(out_of_memory.explain(session, error)) from error
     finally:
+        if session.validation is not None:
+            session.validation.close()
         for hook in hooks:
             hook.close()
 

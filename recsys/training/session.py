@@ -302,12 +302,11 @@ def _build(
     parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     rule = layout_rule(pipeline)
 
-    def loader(split: str, shuffle: bool) -> Loader:
-        return Loader.open(
-            pipeline, split, rule, rank=processes.rank, world_size=processes.world_size, shuffle=shuffle
-        )
-
-    reader = loader("train", shuffle=True)
+    share = {"rank": processes.rank, "world_size": processes.world_size}
+    reader = Loader.open(pipeline, "train", rule, shuffle=True, **share)
+    validation = None
+    if pipeline.data.HasField("validation"):
+        validation = Loader.open(pipeline, "validation", rule, keep_readers=True, **share)
     total_steps = _total_steps(train, reader, progress)
     if train.HasField("num_epochs") and processes.is_main:
         for finding in behind_the_end(pipeline, total_steps):
@@ -333,7 +332,7 @@ def _build(
         wrapped=wrapped,
         optimizer=optimizer,
         train=reader,
-        validation=loader("validation", shuffle=False) if pipeline.data.HasField("validation") else None,
+        validation=validation,
         checkpoints=checkpoints,
         progress=progress,
         total_steps=total_steps,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from recsys import protos as pb
+from recsys.data import loader as loaders
 from recsys.data.batch import LayoutRule, Position
 from recsys.data.loader import Loader
 from recsys.data.plan.epoch import EpochPlan
@@ -238,6 +239,36 @@ def test_too_many_bad_rows(sample):
     reading = loader(sample)
     for _ in range(3):  # counted anew each time, also for the same epoch
         assert len(real_rows(reading.epoch(0))) == 29
+
+
+@pytest.mark.parametrize(("num_workers", "rank", "world"), [(0, 0, 1), (2, 0, 1), (2, 1, 2), (2, 7, 8)])
+def test_kept_readers_read_the_same_batches_again(two_files, monkeypatch, num_workers, rank, world):
+    """A row is bad: it counts once in each pass, so that its limit of 1 holds for any number of them."""
+    rows = two_files.rows(33)
+    rows[5]["age"] = None
+    two_files.write(rows, "train/part-0.parquet")
+    data = two_files.pipeline.data
+    data.bad_rows.policy, data.bad_rows.limit, data.num_workers = pb.BadRows.SKIP, 1, num_workers
+    share = {"shuffle": False, "rank": rank, "world_size": world}
+    expected = list(loader(two_files, **share).epoch(0))
+    pools, pool = [], loaders.ReaderPool
+    monkeypatch.setattr(
+        loaders, "ReaderPool", lambda *given, **named: pools.append(1) or pool(*given, **named)
+    )
+    reading = loader(two_files, **share, keep_readers=True)
+    passes = set()
+    for limit in (None, None, None, 2, 2):
+        batches = list(reading.first(limit))
+        assert len(batches) == len(expected[:limit])
+        assert all(same(a, b) for a, b in zip(batches, expected, strict=False))
+        left_out = sum(batch.rows.counts.left_out for batch in expected[:limit])
+        assert reading.counter.counts.left_out == left_out
+        passes.add(range(rank, reading.num_batches(), world)[:limit])
+        assert len(pools) == (sum(map(bool, passes)) if num_workers else 0)
+    next(reading.first())  # and no more
+    assert all(same(a, b) for a, b in zip(reading.first(), expected, strict=True))
+    reading.close()
+    assert not multiprocessing.active_children()
 
 
 def test_cut_histories_are_counted_and_said_once(sample, caplog):

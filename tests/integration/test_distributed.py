@@ -37,18 +37,21 @@ HALF = ("data.batch_size=8", "data.eval_batch_size=32")
 LONGER = ("train.num_steps=12", "train.checkpoint.keep=9")
 AVERAGED = ("train.weight_averaging={ema {decay: 0.7}}",)
 VARIANTS = {
-    "accumulated": ("train.accumulate_batches=2",),
     "averaged": AVERAGED,
     "averaged_replicated": (
         "model.embedding.placement=REPLICATED",
         "train.weight_averaging={swa {start_step: 2 every_steps: 1}}",
     ),
-    "column_wise": ("train.sharding.kind=COLUMN_WISE", "train.sparse_optimizer={adagrad {lr: 0.05}}"),
-    "mixed": (
+    "accumulated_column_wise": (
+        "train.accumulate_batches=2",
+        "train.sharding.kind=COLUMN_WISE",
+        "train.sparse_optimizer={adagrad {lr: 0.05}}",
+    ),
+    "averaged_mixed": (
+        "train.weight_averaging={ema {decay: 0.9}}",
         'train.sharding.tables=[{table: "tag" kind: TABLE_WISE}]',
         'model.embedding.tables=[{table: "hour" placement: REPLICATED}]',
     ),
-    "averaged_table_wise": ("train.sharding.kind=TABLE_WISE", "train.weight_averaging={ema {decay: 0.9}}"),
 }
 
 RETRIEVER = (
@@ -109,7 +112,7 @@ def jobs(folder, uneven) -> dict[str, list[str]]:
     return settings
 
 
-DRAWN_WHOLE = {"mixed": 1000}
+DRAWN_WHOLE = {"averaged_mixed": 1000}
 """By run, the largest table in numbers that each rank builds whole; larger ones are on the meta device."""
 
 

@@ -157,17 +157,6 @@ def test_other_weights_of_ids_have_the_gains_of_their_own_scores(hybrid, pipelin
     assert len(set(gains)) > 3, "weights matter for these rows"
 
 
-def test_the_graph_of_a_hybrid_in_bfloat16_scores_as_the_model(hybrid, pipeline):
-    pipeline.model.precision = pb.BF16
-    rounding = build_model(pipeline).eval()
-    rounding.load_state_dict(hybrid.state_dict())
-    program = captured(rounding, batch_of(pipeline, random_rows(pipeline, SIZES)))
-    batch = batch_of(pipeline, random_rows(pipeline, [(1, 0), (0, 0), (5, 2)], seed=3))
-    with torch.no_grad():
-        torch.testing.assert_close(program(*inputs_of(batch, pipeline)), rounding.score(batch))
-        assert not torch.equal(rounding.score(batch), hybrid.score(batch))
-
-
 @pytest.fixture
 def reading_codes(pipeline):
     """A token for each code, with weights that are not those of the start."""

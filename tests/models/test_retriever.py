@@ -328,7 +328,7 @@ def test_an_evaluation_looks_the_catalogue_up_once(change):
     model.embed.register_forward_pre_hook(
         lambda _, given: looked_up.append(given[0].ids["negatives"].values().tolist())
     )
-    actual = evaluate(model, SimpleNamespace(epoch=lambda _: iter(batches)), torch.device("cpu"))
+    actual = evaluate(model, SimpleNamespace(first=lambda _: iter(batches)), torch.device("cpu"))
     assert looked_up == [batches[0].ids["negatives"].values().tolist(), [], []]
     assert actual["mrr"] == pytest.approx((1 / ranks).mean().item())
     sums, counts = (sum(getattr(loss, name).item() for loss in losses) for name in ("sums", "counts"))

@@ -193,7 +193,7 @@ def some_results(layer, x, layout, index, narrowed, scaled):
 def test_some_rows_are_those_of_the_whole_layer(form, scaled, fused, monkeypatch):
     if not fused:  # no kernel is tested, and PyTorch's ops are faster than the interpreter
         monkeypatch.setattr("recsys.ops.runtime.dispatch.FORCED_BACKEND", "reference")
-    layout = layout_of(samples(2, [(30, 3), (0, 0), (5, 2)]))
+    layout = layout_of(samples(2, [(12, 3), (0, 0), (5, 2)]))
     x = torch.randn(layout.total_len, EMBEDDING, generator=torch.Generator().manual_seed(1)).requires_grad_()
     index = layout.truncate(6).index
     layer = random_layer(form)

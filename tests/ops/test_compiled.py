@@ -264,7 +264,9 @@ LINEAR = [
     for dim, delta in product((64, 128), (False, True))
     if not (kernel in ("local", "out") and delta)
 ]
-LINEAR_USUAL = [case for case in LINEAR if case[1] == 64 or case == ("gradients", 128, True)]
+LINEAR_USUAL = [(kernel, 64, True) for kernel in ("prepare", "states", "state_gradients")]
+LINEAR_USUAL += [(kernel, 64, False) for kernel in ("local", "out", "gradients")]
+LINEAR_USUAL += [("gradients", 128, True)]
 LOGP_KINDS = [(width, torch.bfloat16) for width in (64, 128, 256, 512)]
 LOGP_KINDS += [(width, torch.float32) for width in (64, 128)]
 LOGP = [

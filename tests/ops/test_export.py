@@ -107,7 +107,7 @@ def assert_equal_to_eager(compiled, model: nn.Module) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("tail_len", [None, 4])
+@pytest.mark.parametrize("tail_len", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_an_exported_graph_serves_all_sizes(tail_len):
     model = Scorer(tail_len).eval()
     program = export(model, inputs(EXAMPLE))

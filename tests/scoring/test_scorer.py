@@ -105,7 +105,7 @@ def test_evaluation_takes_the_cache_for_long_lists_and_finds_the_same_numbers(mo
     pipeline = pipeline_of(RANKER)
     model, prefilled, prefill = build(pipeline), [], CachedModel.prefill
     batches = [batch_of(pipeline, random_rows(pipeline, SIZES, seed)) for seed in (0, 1)]
-    loader = SimpleNamespace(epoch=lambda _: iter(batches))
+    loader = SimpleNamespace(first=lambda _: iter(batches))
     monkeypatch.setattr(CachedModel, "prefill", lambda *given: prefilled.append(1) or prefill(*given))
     expected = evaluate(model, loader, torch.device("cpu"))
     assert prefilled == [] and "loss" in expected

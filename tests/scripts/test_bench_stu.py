@@ -1,12 +1,19 @@
 """The benchmark of a layer at tiny sizes on a CPU: what it counts, what it refuses, what it writes."""
 
 import json
+from functools import partial
 
+import torch
+
+from recsys.modules import stu_paths
 from recsys.modules.stu import STULayer
 from scripts import bench_stu
 
 
-def test_it_adds_to_a_record(tmp_path, capsys):
+def test_it_adds_to_a_record(tmp_path, capsys, monkeypatch):
+    # Inductor would take seconds for code that tests/modules/test_stu.py compiles, too.
+    traced = partial(torch.compile, stu_paths._front, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(stu_paths, "_compiled_front", traced)
     path = tmp_path / "record.json"
     path.write_text(json.dumps([{"op": "other"}]))
     assert bench_stu.main(["--record", str(path), "--commit", "abc"]) == 0

@@ -6,6 +6,8 @@ A register is 64 bits a thread, whatever its type. Branches must be taken by all
 import ctypes
 import math
 import re
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +61,41 @@ SHARED_AT = 1 << 20
 """Address of the first name in shared memory, and the distance between names, in bytes."""
 
 
+@cache
+def width_of(kind):
+    """Bits of a type of registers."""
+    return int(re.sub(r"\D", "", kind)[:2] or 32)
+
+
+class Step(NamedTuple):
+    """An instruction: its name in parts, and the predicate of the threads that execute it."""
+
+    parts: list[str]
+    operands: list[str]
+    predicate: str
+    negated: bool
+
+
+@cache
+def parsed(text):
+    """Shared memory by name and size, the instructions, and the number of the one behind each label."""
+    lines = [line.strip() for line in text.strip().strip("{}").splitlines()]
+    shared = [re.fullmatch(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\];", line) for line in lines]
+    steps, labels = [], {}
+    for line in lines:
+        if not line.strip("{}") or line.startswith((".reg", ".shared")):
+            continue
+        if line.endswith(":"):
+            labels[line[:-1]] = len(steps)
+            continue
+        assert line.endswith(";"), line
+        negated, predicate, line = re.fullmatch(r"(?:@(!?)(\w+)\s+)?(.*);", line).groups()
+        name, _, rest = line.partition(" ")
+        operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
+        steps.append(Step(name.split("."), operands, predicate or "", negated == "!"))
+    return [(size[1], int(size[2])) for size in shared if size], steps, labels
+
+
 class Threads:
     """Threads of one program."""
 
@@ -66,23 +103,24 @@ class Threads:
         self.count, self.memory, self.registers = count, memory, {}
 
     def read(self, name, kind):
-        width = int(re.sub(r"\D", "", kind)[:2] or 32)
-        if name == "%tid.x":
-            raw = np.arange(self.count, dtype=np.uint64)
-        elif re.fullmatch(r"0f[0-9A-Fa-f]{8}", name):
-            raw = np.full(self.count, int(name[2:], 16), np.uint64)
-        elif name in SHARED:
-            raw = np.full(self.count, SHARED_AT * (1 + list(SHARED).index(name)), np.uint64)
-        elif re.fullmatch(r"-?(0x)?[0-9a-fA-F]+", name) and name not in self.registers:
-            raw = np.full(self.count, int(name, 0) % 2**64, np.uint64)
-        else:
-            raw = self.registers[name]
+        raw = self.registers.get(name)
+        if raw is None:
+            raw = self.constant(name)
         if kind == "pred":
             return raw.astype(bool)
-        raw = (raw & np.uint64(2**width - 1)).astype(UNSIGNED[width])
+        width = width_of(kind)
+        raw = raw.astype(UNSIGNED[width])  # the lower bits
         if kind.startswith("f"):
             return raw.view(np.float32)
         return raw.view(SIGNED[width]) if kind.startswith("s") else raw
+
+    def constant(self, name):
+        if name == "%tid.x":
+            return np.arange(self.count, dtype=np.uint64)
+        if name in SHARED:
+            return np.full(self.count, SHARED_AT * (1 + list(SHARED).index(name)), np.uint64)
+        number = int(name[2:], 16) if re.fullmatch(r"0f[0-9A-Fa-f]{8}", name) else int(name, 0)
+        return np.full(self.count, number % 2**64, np.uint64)
 
     def write(self, name, values, active):
         new = values.astype(np.uint64) if values.dtype == bool else bits(values)
@@ -91,33 +129,23 @@ class Threads:
 
     def run(self, text):
         """Executes the lines; the caller has set the input registers."""
-        lines = [line.strip() for line in text.strip().strip("{}").splitlines()]
-        for size in (re.fullmatch(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\];", line) for line in lines):
-            if size:
-                SHARED[size[1]] = np.full(int(size[2]), 255, np.uint8)
-        lines = [line for line in lines if line.strip("{}") and not line.startswith((".reg", ".shared"))]
-        labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
-        at = 0
-        while at < len(lines):
-            line = lines[at]
+        shared, steps, labels = parsed(text)
+        for name, size in shared:
+            SHARED[name] = np.full(size, 255, np.uint8)
+        at, everyone = 0, np.ones(self.count, bool)
+        while at < len(steps):
+            step = steps[at]
             at += 1
-            if line.endswith(":"):
+            active = everyone
+            if step.predicate:
+                active = self.read(step.predicate, "pred") ^ step.negated
+            if step.parts[0] != "bra":
+                with np.errstate(all="ignore"):
+                    self.execute(step.parts, step.operands, active)
                 continue
-            assert line.endswith(";"), line
-            active = np.ones(self.count, bool)
-            predicate = re.match(r"@(!?)(\w+)\s+(.*)", line)
-            if predicate:
-                active = self.read(predicate[2], "pred") ^ bool(predicate[1])
-                line = predicate[3]
-            name, _, rest = line[:-1].partition(" ")
-            if name.startswith("bra"):
-                assert active.all() or not active.any(), f"threads part at {line}"
-                if active.all():
-                    at = labels[rest.strip()]
-                continue
-            operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
-            with np.errstate(all="ignore"):
-                self.execute(name.split("."), operands, active)
+            assert active.all() or not active.any(), f"threads part at {step}"
+            if active.all():
+                at = labels[step.operands[0]]
 
     def address(self, operand):
         base, _, offset = operand.strip("[]").partition("+")
@@ -228,7 +256,9 @@ class HostMemory(Memory):
     """The memory of this process, by real addresses."""
 
     def load(self, addresses, size):
-        return np.stack([np.frombuffer(ctypes.string_at(int(at), size), np.uint8) for at in addresses])
+        different, places = np.unique(addresses, return_inverse=True)
+        read = b"".join(ctypes.string_at(at, size) for at in different.tolist())
+        return np.frombuffer(read, np.uint8).reshape(-1, size)[places]
 
     def add(self, addresses, values):
         for address, value in zip(addresses, values, strict=True):

@@ -48,7 +48,7 @@ def a_ranker():
 
 
 def loader_of(pipeline, *parts):
-    return SimpleNamespace(epoch=lambda _: iter([batch_of(pipeline, part) for part in parts]))
+    return SimpleNamespace(first=lambda _: iter([batch_of(pipeline, part) for part in parts]))
 
 
 def look(pipeline, model, *parts, pictures=0):

@@ -36,6 +36,21 @@ class BatchSchedule:
             start = 0
 
 
+@dataclass(frozen=True)
+class RepeatedSchedule:
+    """Yields (0, index) of the same batches of the first epoch, over and over without end.
+
+    Attributes:
+        indices: the batches, at least one.
+    """
+
+    indices: range
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while True:
+            yield from ((0, index) for index in self.indices)
+
+
 def batches_of_rank(plan: EpochPlan, start: int, rank: int, world_size: int) -> range:
     """Returns a rank's batches of an epoch: every world_size-th batch, starting at `start` + `rank`."""
     return range(start + rank, plan.num_batches, world_size)

@@ -96,7 +96,7 @@ class Reader:
         self._plan: EpochPlan | None = None
         # A step asks for the current epoch's number of batches; a plan may list thousands of row groups.
         self._plans: Lru[EpochPlan] = Lru(2)
-        self._epoch = -1
+        self._epoch = self._last = -1
 
     def __getitem__(self, epoch_and_index: tuple[int, int]) -> Packed | RecsysError:
         """Returns batch (epoch, index), ready to be sent, or the error that prevented it."""
@@ -119,7 +119,10 @@ class Reader:
         return self._plans.get(epoch, lambda: EpochPlan(self.source.row_groups, self.settings, epoch))
 
     def begin(self, epoch: int) -> None:
-        """Starts an epoch: resets counts and drops cached blocks. `read` calls it when the epoch changes."""
+        """Starts an epoch: resets counts and drops cached blocks.
+
+        `read` calls it when the epoch changes or begins again.
+        """
         self._plan = self.plan(epoch)
         self._epoch = epoch
         self._skipped: Counter[str] = Counter()
@@ -154,8 +157,9 @@ class Reader:
     def _pack(self, epoch: int, index: int, allocate: Callable[[int], np.ndarray]) -> Packed:
         if self._converter is None:
             self._converter = Converter.open(self._pipeline, self._rule, mode=self._mode)
-        if epoch != self._epoch:
+        if epoch != self._epoch or index <= self._last:
             self.begin(epoch)
+        self._last = index
         blocks = [self._slice(rows) for rows in self._plan.batch(index)]
         packed = self._packer.packed(blocks[0] if len(blocks) == 1 else join(blocks), allocate)
         self._count(packed.plain_fields["counts"])

@@ -370,19 +370,23 @@ def graph_inputs(shapes, seed):
     return (values, layout.lengths, layout.num_targets, *times(layout.total_len, seed), *sizes)
 
 
+@pytest.mark.parametrize(
+    ("kind", "before_a_truncation"),
+    [("hstu", "whole layers"), ("sasrec", "only what goes on")],
+    indirect=True,
+)
 def test_an_exported_graph_serves_all_sizes(kind, before_a_truncation):
-    """Half of the graphs are captured with gradients: each kind once, each way before a truncation once.
+    """Captured with gradients; `scoring/test_signature.py` captures such stacks without.
 
     Tokens are left out in front of the first layer and behind it.
     """
     groups = """layer_groups { num_layers: 1 tail_len: 9 mask { window: 4 target_group_size: 3 } }
         layer_groups { num_layers: 1 tail_len: 5 mask { window: 2 prefix: 1 target_window: true } }"""
-    gradients = (kind == "hstu") == (before_a_truncation == "whole layers")
     settings = "recompute: [NORMED_X, UVQK, GATED] stochastic_depth: 0.5" if kind == "hstu" else ""
     model = Scorer(build(kind, f"{settings} {groups}").float())
     example = graph_inputs([(7, 2), (12, 3), (0, 4)], seed=0)
     dynamic = tuple({0: torch.export.Dim.AUTO} for _ in example)
-    with torch.set_grad_enabled(gradients), symbolic.patch(backed_size_oblivious=True):
+    with symbolic.patch(backed_size_oblivious=True):
         program = torch.export.export(model, example, dynamic_shapes=dynamic)
     graph = program.module()
     for seed, shapes in enumerate(([(3, 1)], SHAPES, [(30, 5)] * 4, [(0, 0), (0, 1)], [(2, 0)] * 3)):

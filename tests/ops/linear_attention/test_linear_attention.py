@@ -32,7 +32,7 @@ from tests.ops.harness import (
 from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
 
 HEADS, DIM, V_DIM = 2, 3, 5
-RAGGED = [(37, 3), (0, 2), (16, 0), (5, 20), (0, 0)]
+RAGGED = [(37, 3), (0, 2), (15, 0), (5, 12), (0, 0)]
 LONG = [(700, 64), (1, 0), (2500, 5), (64, 1)]
 ON_GPU = Runner("triton", "cuda")
 WIDE = dict.fromkeys(("log_decay", "initial_state", "beta"), torch.float32)
@@ -172,7 +172,8 @@ def test_kernels(form, runner):
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3]])
 def test_columns_in_more_blocks_of_keys_than_of_values(form, runner):
     """One sample, so that with the delta rule a program carries few columns of its state."""
-    narrow = problem([(70, 2)], (70, 33) if runner.device == "cuda" else (33, 5), **form)
+    length, dims = (70, (70, 33)) if runner.device == "cuda" else (36, (33, 5))
+    narrow = problem([(length, 2)], dims, **form)
     assert_near(narrow.cast(torch.float32), runner, close=1e-5, floor=1e-5)
 
 
@@ -193,7 +194,7 @@ def test_strong_decays(strength, delta, runner):
     exp of a negated sum would be infinite: exp(20 * 16). Among decays to -300 few are weak enough to count,
     and a difference of sums in float32 would have lost them.
     """
-    narrow = problem([(40, 2)], (16, 16), delta=delta, strength=strength).cast(torch.float32)
+    narrow = problem([(20, 2)], (16, 16), delta=delta, strength=strength).cast(torch.float32)
     assert_near(narrow, runner, close=1e-5, floor=1e-5)
 
 
@@ -273,7 +274,7 @@ def test_one_compiled_graph_for_all_sizes():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("delta", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_exported_graph_needs_no_op_of_ours_and_serves_all_sizes(delta):
     model, (*_, arguments) = Model(), given_to(BATCHES[0], delta)
     with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):

@@ -42,7 +42,7 @@ def on_a_gpu(test):
 @pytest.mark.parametrize(
     ("times", "shapes", "contextual", "rows", "mask", "deterministic"),
     [
-        ("hours", [(100, 9)], 0, 2, AttentionMask(), False),
+        ("hours", [(66, 9)], 0, 2, AttentionMask(), False),
         ("hours", [(70, 5)], 0, None, AttentionMask(), True),
         ("years", [(66, 8), (5, 0), (0, 30)], 1, None, AttentionMask(130, 70, True, 5), False),
         ("anywhere", [(100, 3)], 3, 1, AttentionMask(window=40), False),
