@@ -1,9 +1,10 @@
 """Times the evaluations of a config during training, as `recsys train` makes them, beside its training.
 
-    python evaluation.py CONFIG [--steps 40] [--every N] [--set PATH=VALUE ...]
+    python evaluation.py CONFIG [--steps 40] [--every N] [--pause 2] [--set PATH=VALUE ...]
 
 After some training steps, the validation split is evaluated four times: the first compiles kernels, the next two are
-timed, and the last runs under torch's profiler. Prints milliseconds of an evaluation: by the clock, computing time of
+timed, and the last runs under torch's profiler. A pause of some seconds before each stands for training, in which
+readers prepare the next evaluation. Prints milliseconds of an evaluation: by the clock, computing time of
 the main thread, waiting for its reader, and kernels. What recording could save at most is the computing time. With
 `--every`, the number of steps between two evaluations, also the part of training that this is.
 """
@@ -36,8 +37,8 @@ class Waiting:
     def __getattr__(self, name):
         return getattr(self._loader, name)
 
-    def epoch(self, number):
-        batches = iter(self._loader.epoch(number))
+    def first(self, limit):
+        batches = iter(self._loader.first(limit))
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
@@ -61,6 +62,7 @@ def main():
     parser.add_argument("config")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int)
+    parser.add_argument("--pause", type=float, default=2.0)
     parser.add_argument("--set", action="append", default=[])
     flags = parser.parse_args()
     pipeline = config.prepare(flags.config, [*flags.set, *FOR_TIMING, f"train.num_steps={flags.steps}"]).pipeline
@@ -78,11 +80,12 @@ def main():
                 torch.cuda.synchronize()
 
         once()
-        loader.seconds, loader.batches = 0.0, 0
-        began, computing = time.perf_counter(), time.thread_time()
+        loader.seconds, loader.batches, clock, computing = 0.0, 0, 0.0, 0.0
         for _ in range(TIMED):
+            time.sleep(flags.pause)
+            began, thread = time.perf_counter(), time.thread_time()
             once()
-        clock, computing = (now() - since for now, since in ((time.perf_counter, began), (time.thread_time, computing)))
+            clock, computing = clock + time.perf_counter() - began, computing + time.thread_time() - thread
         waiting, batches = loader.seconds, loader.batches // TIMED
         kernels = kernel_seconds(once) if cuda else float("nan")
         clock, computing, waiting = (1e3 * seconds / TIMED for seconds in (clock, computing, waiting))

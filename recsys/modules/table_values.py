@@ -18,8 +18,9 @@ from torch import Tensor
 DRAWN_WHOLE = 2**26
 """Largest table, in numbers, that every process may hold while a model is built: 256 MiB of float32."""
 
-BLOCK_ROWS = 4096
-"""Rows of a block. Another number would change the initial values."""
+BLOCK_ROWS, BLOCK_ROWS_ON_A_GPU = 4096, 2**16
+"""Rows of a block, on a CPU and on a GPU, for which small ones would be more launches than work. Other
+numbers would change the initial values."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ class BlockNormal:
         rows, columns = part.shape
         if not part.numel():
             return
-        blocks = range(first_row // BLOCK_ROWS, -(-(first_row + rows) // BLOCK_ROWS))
+        size = BLOCK_ROWS_ON_A_GPU if part.is_cuda else BLOCK_ROWS
+        blocks = range(first_row // size, -(-(first_row + rows) // size))
         chosen = slice(first_column, first_column + columns)
 
         def fill_block(block: int) -> None:
-            start = max(first_row, block * BLOCK_ROWS)
-            end = min(first_row + rows, (block + 1) * BLOCK_ROWS)
+            start, end = max(first_row, block * size), min(first_row + rows, (block + 1) * size)
             drawn = self._block_on_a_gpu(block, part.device) if part.is_cuda else self._block(block)
-            drawn = drawn[start - block * BLOCK_ROWS : end - block * BLOCK_ROWS]
+            drawn = drawn[start - block * size : end - block * size]
             with torch.no_grad():
                 part[start - first_row : end - first_row].copy_(drawn[:, chosen])
 
@@ -76,11 +77,11 @@ class BlockNormal:
         return torch.from_numpy(drawn * np.float32(self.std))
 
     def _block_on_a_gpu(self, number: int, device: torch.device) -> Tensor:
-        """Returns the values of a whole block on a GPU, float32 [BLOCK_ROWS, width]."""
+        """Returns the values of a whole block on a GPU, float32 [BLOCK_ROWS_ON_A_GPU, width]."""
         name = f"{self.seed} {number} {self.table}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 2**63
         generator = torch.Generator(device).manual_seed(seed)
-        return torch.randn(BLOCK_ROWS, self.width, generator=generator, device=device).mul_(self.std)
+        return torch.randn(BLOCK_ROWS_ON_A_GPU, self.width, generator=generator, device=device).mul_(self.std)
 
 
 def _cores() -> int:
