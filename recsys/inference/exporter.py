@@ -320,9 +320,14 @@ def _golden_items(model: Model, source: ExportSource, limit: int | None = None) 
 
 
 def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the error message of a failed process, without the stack that C++ may have printed after it."""
+    """Returns the error message of a failed process, without the stack that C++ may have printed after it.
+
+    Where a compiled program failed, Python's message only says so, and the program has printed the cause.
+    """
     lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and no message"]
-    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
+    why = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
+    cause = next((line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")), None)
+    return why if cause is None else f"{why}: {cause}"
 
 
 def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:

@@ -24,6 +24,11 @@ from tests.modules.pipelines import RANKER, batch_of, pipeline_of, random_rows
             "frame #45: _start + 0x21 (0x565132dfc081 in python)\n\n",
             "RuntimeError: index out of bounds: 0 <= tmp2 < 2L",
         ),
+        (
+            "Error: CUDA driver error: out of memory\nTraceback (most recent call last):\n  File x\n"
+            "RuntimeError: run_func_(...) API call failed\n",
+            "RuntimeError: run_func_(...) API call failed: CUDA driver error: out of memory",
+        ),
         ("Segmentation fault\n", "Segmentation fault"),
         ("", "it ended with -11 and no message"),
     ],
