@@ -7,6 +7,7 @@ depends on values.
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -229,12 +230,15 @@ class Assemble:
         for name in [*self.shared, *(c.name for c in self.catalogue if c.table is not None)]:
             values[name] = sizes[pb.USER].new_zeros(0)
             lengths[name] = torch.zeros_like(sizes[pb.USER])
+        sizes_of_keys = [ids.shape[0] for ids in values.values()]
         return KeyedJaggedTensor(
             keys=list(values),
             values=torch.cat(list(values.values())),
             lengths=torch.cat(list(lengths.values())),
             stride=rows,
-            length_per_key=[ids.shape[0] for ids in values.values()],
+            length_per_key=sizes_of_keys,
+            # TorchRec would compute these in the graph and read them back.
+            offset_per_key=[0, *accumulate(sizes_of_keys)],
         )
 
 

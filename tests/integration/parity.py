@@ -56,10 +56,13 @@ def captured(model: Model, batch: Batch) -> Callable[..., Tensor]:
     shapes = tuple(
         {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
     )
+    inputs = inputs_of(batch, model.pipeline)
     with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        return torch.export.export(
-            graph, inputs_of(batch, model.pipeline), dynamic_shapes=(shapes,), strict=False
-        ).module()
+        program = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False)
+    if model.pipeline.model.HasField("generator"):
+        # A search on a GPU is recorded, which it cannot be if the host reads a number.
+        assert not any(node.target is torch.ops.aten.item.default for node in program.graph.nodes)
+    return program.module()
 
 
 def with_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamespace:
