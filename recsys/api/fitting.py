@@ -127,7 +127,8 @@ def fit(
             # Reader processes do not see tables in memory.
             pipeline = on_main(lambda: _keep_rows(given, place))
             make_hooks = _in_folder(hooks) if folder is not None else _in_memory(hooks)
-            outcome = run.train(pipeline, place, processes, hooks=make_hooks, weights=module.state_dict())
+            with _naming_rows(place if folder is None else None):
+                outcome = run.train(pipeline, place, processes, hooks=make_hooks, weights=module.state_dict())
             checkpoint.load_weights(checkpoint.find(place / CHECKPOINTS, "best"), module)
             return _result(outcome, read_metrics(place / NAME), place if folder is not None else None)
     finally:
@@ -265,6 +266,17 @@ def _keep_rows(pipeline: pb.Pipeline, folder: Path) -> pb.Pipeline:
     if data.item_file:
         data.item_file = _keep(data.item_file, folder / DATA / "items.parquet")
     return pipeline
+
+
+@contextlib.contextmanager
+def _naming_rows(temporary: Path | None) -> Iterator[None]:
+    """Leaves a temporary folder, which is gone when a user reads it, out of errors about rows."""
+    try:
+        yield
+    except DataError as error:
+        if temporary is None:
+            raise
+        raise DataError(str(error).replace(f"{(temporary / DATA).resolve()}/", "")) from None
 
 
 def _keep(address: str, path: Path) -> str:

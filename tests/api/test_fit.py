@@ -271,7 +271,11 @@ def test_mistakes_name_what_is_wrong_and_change_nothing(train, validation, fitte
     cases = [
         (lambda: recsys.fit(model, unlabelled, progress=False), DataError, "no column candidate_is_click"),
         (lambda: recsys.evaluate(model, unlabelled), DataError, "no column candidate_is_click"),
-        (lambda: recsys.fit(model, ragged, steps=4, progress=False), DataError, "row 5: .*uih_item_id"),
+        (
+            lambda: recsys.fit(model, ragged, steps=4, progress=False),
+            DataError,
+            "^train.parquet, row 5: .*uih_item_id",
+        ),
         (lambda: recsys.fit(model, first_rows.slice(0, 0)), DataError, "there are no rows"),
         (lambda: recsys.fit(model, first_rows, steps=1, epochs=1), ConfigError, "give one of them"),
         (lambda: recsys.fit(model, first_rows, steps=0), ConfigError, "train.num_steps"),
