@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ from recsys.training.background import in_background
 from recsys.training.checkpoint_writer import STATE, StateWriter, message_of
 from recsys.training.distributed import gather, on_main
 from recsys.training.host_copies import HostCopies
+from recsys.training.memory import free_memory
 from recsys.training.names import MODEL
 from recsys.training.remote_copies import RemoteCopies
 from recsys.training.restricted_unpickler import DAMAGED_TENSORS, SafeReader, read_metadata
@@ -45,6 +47,9 @@ _STATE = re.compile(r"step-[0-9]{8,15}")
 
 AVERAGE = "average."
 """Prefix of the names of averaged weights (see `averaging`); the rest is the name of the weight."""
+
+_FREE_SHARE = 0.9
+"""Share of the host's free memory that copies of a state may take."""
 
 _SLOWEST_RANK = timedelta(minutes=30)
 """Time that ranks wait for the one that takes longest to write, check or fetch files."""
@@ -72,7 +77,7 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self._damaged: set[Path] = set()
-        self._copies = HostCopies()
+        self._copies: HostCopies | None = HostCopies()
         self._remote = RemoteCopies(copy_to) if copy_to else None
         self._writing: Future[Path] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -103,13 +108,31 @@ class Checkpoints:
         return path
 
     def prepare(self, tensors: Tensors) -> None:
-        """Lets a thread allocate the host memory of copies, so that the first one takes no longer."""
+        """Lets a thread allocate the host memory of copies, so that the first one takes no longer.
+
+        If the host has too little memory, this rank writes without copies, and training stands still until a
+        state is written.
+        """
+        if self._copies is None:
+            return
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        needed, free = local_bytes(tensors), free_memory(torch.device("cpu"), ranks)
+        if needed > _FREE_SHARE * free:
+            log.warning(
+                "a copy of the state needs %.1f GiB of host memory and %.1f are free: training stands still "
+                "while a state is written",
+                needed / 2**30,
+                free / 2**30,
+            )
+            self._copies = None
+            return
         self._copies.prepare(dict(tensors))
 
     def begin(self, tensors: Tensors, state: SavedState) -> None:
         """Copies a state to host memory; a thread writes it and then removes states that need not be kept.
 
-        Afterwards, the tensors and `state` may change. A state that is still being written is waited for.
+        Afterwards, the tensors and `state` may change. If there is no memory for copies, see `prepare`, the
+        state has been written by then. A state that is still being written is waited for.
         Collective.
 
         Args:
@@ -127,7 +150,10 @@ class Checkpoints:
             needed=sum(gather(local_bytes(tensors))),
             group=self.group(),
         )
-        copies = self._copies.take(dict(tensors))
+        if self._copies is None:
+            copies = {name: host_copies.in_blocks(tensor) for name, tensor in tensors.items()}
+        else:
+            copies = self._copies.take(dict(tensors))
 
         def write() -> Path:
             path = writer.write(copies)
@@ -137,6 +163,8 @@ class Checkpoints:
             return path
 
         self._writing = in_background(write, "checkpoint")
+        if self._copies is None:
+            futures.wait([self._writing])
 
     def wait(self) -> Path | None:
         """Waits for the state that is being written and returns its folder; None if there is none.

@@ -4,16 +4,25 @@ torch's own stagers do not copy sharded tensors that are on the CPU already, or 
 """
 
 import copy
+import math
+import weakref
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard
 from torchrec.distributed.types import ShardedTensor
 
 from recsys.training.background import in_background
 
 _CPU = torch.device("cpu")
+_LARGE = 2**28
+"""From this many bytes on, memory is page-locked in place. PyTorch's allocator of page-locked memory rounds
+up to a power of two, so that 77 GB would take 137."""
+
+BLOCK_BYTES = 2**28
+"""Size of the pieces in which `in_blocks` divides tables."""
 
 
 class HostCopies:
@@ -77,6 +86,41 @@ def copied(tensor: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
     )
 
 
+def in_blocks(tensor: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
+    """Returns a view of a tensor whose shards are blocks of rows, of up to `BLOCK_BYTES` each.
+
+    A writer that copies one shard after the other to host memory then needs no more than that at a time. A
+    plain tensor is returned as it is.
+    """
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    metadata = copy.copy(tensor.metadata())
+    metadata.shards_metadata = [
+        block
+        for shard in tensor.metadata().shards_metadata
+        for block in _blocks(shard, tensor.dtype.itemsize)
+    ]
+    shards = []
+    for shard in tensor.local_shards():
+        start = shard.metadata.shard_offsets[0]
+        for block in _blocks(shard.metadata, tensor.dtype.itemsize):
+            first = block.shard_offsets[0] - start
+            shards.append(Shard(shard.tensor.detach()[first : first + block.shard_sizes[0]], block))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=tensor._process_group
+    )
+
+
+def _blocks(shard: ShardMetadata, itemsize: int) -> list[ShardMetadata]:
+    """Divides a shard of a table [rows, columns], or of numbers for its rows [rows], into blocks of rows."""
+    (start, *columns), (rows, *widths) = shard.shard_offsets, shard.shard_sizes
+    size = max(1, BLOCK_BYTES // (itemsize * max(1, math.prod(widths))))
+    return [
+        ShardMetadata([start + first, *columns], [min(size, rows - first), *widths], shard.placement)
+        for first in range(0, rows, size)
+    ] or [shard]
+
+
 def _fits(buffer: Tensor | ShardedTensor | None, tensor: Tensor | ShardedTensor) -> bool:
     if buffer is None or isinstance(buffer, ShardedTensor) != isinstance(tensor, ShardedTensor):
         return False
@@ -104,4 +148,12 @@ def _buffer(tensor: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if tensor.nbytes < _LARGE or not tensor.is_cuda:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+    address, runtime = buffer.data_ptr(), torch.cuda.cudart()
+    with torch.cuda.device(tensor.device):
+        torch.cuda.check_error(runtime.cudaHostRegister(address, buffer.nbytes, 0))
+    # Called before the memory is freed, at the end of the program too.
+    weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    return buffer

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from recsys.data.counts import Counts
 from recsys.data.sources.base import FileMark
 from recsys.errors import ConfigError, RecsysError
-from recsys.training import checkpoint, checkpoint_writer, restricted_unpickler
+from recsys.training import checkpoint, checkpoint_writer, host_copies, restricted_unpickler
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.state import Best, Inputs, Progress, SavedState, capture_rng
 
@@ -322,3 +325,35 @@ def test_other_entries_beside_the_states_are_no_states(tmp_path):
     for which in ("²", "9" * 5000):
         with pytest.raises(ConfigError, match="give best, newest, or the number of a step"):
             checkpoint.find(tmp_path, which)
+
+
+def table(rows: torch.Tensor) -> ShardedTensor:
+    shards = [
+        Shard(rows[start:end], ShardMetadata([start, 0], [end - start, rows.shape[1]], "rank:0/cpu"))
+        for start, end in ((0, 7), (7, len(rows)))
+    ]
+    return ShardedTensor._init_from_local_shards(shards, *rows.shape)
+
+
+def test_without_memory_for_copies_a_state_is_written_block_by_block_before_training_goes_on(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device, ranks: 100)
+    monkeypatch.setattr(host_copies, "BLOCK_BYTES", 50)
+    rows = torch.randn(20, 3, dtype=torch.float64)
+    saved = tensors() | {"model.table": table(rows)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.prepare(saved)
+    assert "training stands still" in caplog.text
+    checkpoints.begin(saved, state_of(3))
+    assert checkpoints._writing is not None and checkpoints._writing.done()
+    path = checkpoints.wait()
+    assert path is not None
+    chunks = dcp.FileSystemReader(path).read_metadata().state_dict_metadata["model.table"].chunks
+    sizes = [tuple(chunk.sizes) for chunk in sorted(chunks, key=lambda chunk: chunk.offsets)]
+    assert sizes == [(2, 3)] * 3 + [(1, 3)] + [(2, 3)] * 6 + [(1, 3)]
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    loaded["model.table"] = table(torch.zeros_like(rows))
+    checkpoint.load(path, loaded)
+    assert torch.equal(torch.cat([shard.tensor for shard in loaded["model.table"].local_shards()]), rows)
+    assert all(torch.equal(loaded[name], saved[name]) for name in tensors())

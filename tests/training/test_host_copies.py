@@ -3,13 +3,16 @@
 import pytest
 import torch
 
+from recsys.training import host_copies
 from recsys.training.host_copies import HostCopies
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_copies_keep_their_values_and_their_memory(device, prepared):
+@pytest.mark.parametrize("large", [2**60, 1], ids=["allocated", "registered"])
+def test_copies_keep_their_values_and_their_memory(device, prepared, large, monkeypatch):
     """Work that is queued on the GPU before the copy belongs to it, and work behind the copy does not."""
+    monkeypatch.setattr(host_copies, "_LARGE", large)
     tensors = {
         "a": torch.zeros(2000, 2000, device=device),
         "step": torch.tensor(1.0),
