@@ -131,7 +131,10 @@ class CodeEncoder(nn.Module):
             layout: the layout of the events over B samples.
         """
         age = layout.lengths.index_select(0, layout.sample_ids()) - 1 - layout.positions()
-        codes = codes + self.positions(age.clamp(max=self.positions.num_embeddings - 1))[:, None]
+        # No age is below 0. That bound is for the compiler of packages, which times kernels on made-up
+        # lengths.
+        age = age.clamp(min=0, max=self.positions.num_embeddings - 1)
+        codes = codes + self.positions(age)[:, None]
         tokens = layout.widen(self.levels)
         x = torch.cat([self.start.expand(layout.batch_size, -1), codes.flatten(0, 1)])
         x = self.dropout(gather_rows(x, tokens.assemble_index(), tokens.disassemble_index()))
