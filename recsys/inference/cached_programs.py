@@ -34,7 +34,9 @@ from recsys.scoring.cached_signature import (
     prefill_signature,
 )
 from recsys.scoring.flat_events import events_between
+from recsys.scoring.padded_inputs import padded_cached_inputs
 from recsys.scoring.prefill import CachedModel
+from recsys.scoring.recorded import RecordedScoring
 from recsys.scoring.signature import CANDIDATES, LONGEST, ROWS, flatten, scoring_signature
 
 PREFILL, EXTEND, CACHED, WEIGHTS = "prefill.pt2", "extend.pt2", "cached.pt2", "weights.safetensors"
@@ -131,6 +133,12 @@ class CachedPrograms:
         cached = load_program(CACHED, description.cached)
         extend = None if description.extend is None else load_program(EXTEND, description.extend)
         return cls(pipeline, cache_spec, prefill, cached, extend)
+
+    def record(self, device: torch.device) -> None:
+        """Lets a GPU replay recorded graphs of `score`, whose program must be recordable."""
+        run, padded = self._run_cached, padded_cached_inputs(self._pipeline, self.cache_spec)
+        recorded = RecordedScoring(lambda *inputs: run(inputs), padded, device, CACHED)
+        self._run_cached = lambda inputs: recorded(*inputs)
 
     @property
     def extends(self) -> bool:

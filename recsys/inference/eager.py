@@ -16,10 +16,11 @@ from recsys.inference.exporter import catalogue
 from recsys.models.base import Model, layout_rule
 from recsys.ops import TopK
 from recsys.scoring.cache import UserCache
-from recsys.scoring.cached_signature import CacheSpec
+from recsys.scoring.cached_signature import CachedGraph, CacheSpec, cached_inputs
+from recsys.scoring.padded_inputs import PaddedInputs, padded_cached_inputs
 from recsys.scoring.prefill import CachedModel, keeps_cache
-from recsys.scoring.recorded import RecordedScoring
-from recsys.scoring.signature import ScoringGraph, inputs_of
+from recsys.scoring.recorded import RecordedScoring, as_tuple
+from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature
 from recsys.training import checkpoint
 from recsys.training.resume import require_same_model
 from recsys.training.session import CHECKPOINTS
@@ -41,6 +42,8 @@ class EagerDescription(NamedTuple):
 class EagerPackage:
     """Runs the scoring graph of a model without compiling it; a `Program` for a `Scorer`.
 
+    A GPU replays recorded graphs for small batches; see `RecordedScoring`.
+
     Args:
         model: a model on any device. It is put into evaluation mode and must keep its weights while this
             object is used, because the vectors of all items are computed here.
@@ -53,6 +56,7 @@ class EagerPackage:
         items: float32 [V, E] on the host, the vectors of all items in the order of the vocabulary, if the
             model searches items; else None.
         device: the device that computes.
+        cache_spec: describes the tensors of a cache; None if the model scores without one.
     """
 
     def __init__(self, model: Model, folder: Path | None = None) -> None:
@@ -63,38 +67,40 @@ class EagerPackage:
         self.description = EagerDescription(self.device.type, declared.outputs)
         self._graph = ScoringGraph(model.eval())
         self._cached = CachedModel(model) if keeps_cache(model) else None
-        self._find: Callable[..., tuple[Tensor, ...]] = self._graph
-        if declared.finds_items and self.device.type == "cuda":
-            self._find = RecordedScoring(self._graph, model.pipeline, self.device)
+        self._names = [spec.name for spec in scoring_signature(model.pipeline)]
+        self.cache_spec = None if self._cached is None else CacheSpec.of(model)
+        self._run: Callable[..., tuple[Tensor, ...]] = lambda *inputs: as_tuple(self._graph(*inputs))
+        self._score: RecordedScoring | None = None
+        if self.device.type == "cuda":
+            self._record(model)
         self.items: Tensor | None = None
         if declared.item_feature is not None:
             batch = _empty_batch(model.pipeline).to(self.device)
             self.items = catalogue(model, batch, model.pipeline)
 
+    def _record(self, model: Model) -> None:
+        padded = PaddedInputs(model.pipeline, scoring_signature(model.pipeline))
+        self._run = RecordedScoring(self._graph, padded, self.device, "scoring in one pass")
+        if self.cache_spec is not None:
+            padded = padded_cached_inputs(model.pipeline, self.cache_spec)
+            self._score = RecordedScoring(CachedGraph(model), padded, self.device, "scoring with a cache")
+
     def run(self, batch: Batch) -> Tensor:
         """Returns predictions [N, tasks] of a ranker or queries [B, E] of a retriever, float32."""
         with torch.no_grad():
-            inputs = inputs_of(batch, self.pipeline)
-            return self._graph(*(tensor.to(self.device) for tensor in inputs)).float()
+            (output,) = self._run(*inputs_of(batch, self.pipeline))
+            return output.float()
 
     def find(self, batch: Batch) -> TopK:
         """Finds the best items of each row, of a model that finds items itself; rows of the item table less
-        1.
-
-        A GPU replays a recorded graph, see `RecordedScoring`.
-        """
+        1."""
         with torch.no_grad():
-            return TopK(*self._find(*inputs_of(batch, self.pipeline)))
+            return TopK(*self._run(*inputs_of(batch, self.pipeline)))
 
     @property
     def keeps_cache(self) -> bool:
         """Whether histories can be encoded separately from candidates."""
         return self._cached is not None
-
-    @property
-    def cache_spec(self) -> CacheSpec | None:
-        """Describes the tensors of a cache; None if the model scores without one."""
-        return None if self._cached is None else CacheSpec.of(self._cached.model)
 
     def prefill(self, batch: Batch) -> UserCache:
         """Encodes users and histories."""
@@ -114,6 +120,12 @@ class EagerPackage:
     def score(self, batch: Batch, cache: UserCache) -> Tensor:
         """Scores candidates of the users of a cache."""
         with torch.no_grad():
+            replayed = None
+            if self._score is not None and self.cache_spec is not None:
+                named = dict(zip(self._names, inputs_of(batch, self.pipeline), strict=True))
+                replayed = self._score.replay(*cached_inputs(self.pipeline, self.cache_spec, named, cache))
+            if replayed is not None:
+                return replayed[0]
             return self._with_cache().score(batch.to(self.device), cache)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:

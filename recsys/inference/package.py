@@ -18,6 +18,7 @@ With `export.cached_scoring` the folder also has the files of `cached_programs`.
 
 import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -36,7 +37,7 @@ from recsys.config.declarations import model_of
 from recsys.data.arrow import first_line
 from recsys.data.batch import Batch
 from recsys.errors import shortened
-from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
+from recsys.inference.cached_programs import CACHED, WEIGHTS, CachedDescription, CachedPrograms
 from recsys.inference.golden import golden_inputs, largest_difference
 from recsys.inference.item_embeddings import FILE as VECTORS
 from recsys.inference.item_embeddings import new_items, read_vectors
@@ -46,6 +47,7 @@ from recsys.inference.program import PackageError, Program
 from recsys.models.signature import TensorSpec
 from recsys.ops import TopK
 from recsys.scoring.cache import UserCache
+from recsys.scoring.padded_inputs import PaddedInputs
 from recsys.scoring.recorded import RecordedScoring
 from recsys.scoring.signature import flatten, scoring_signature
 
@@ -111,7 +113,7 @@ _DAMAGED = (
 
 
 class Package:
-    """A loaded package.
+    """A loaded package. A GPU replays recorded graphs for small batches; see `RecordedScoring`.
 
     Attributes:
         description: the content of `package.json`.
@@ -161,12 +163,13 @@ class Package:
         device, weights = torch.device(self.description.device), None
         mapped = open_tables(folder, self.description.tables)
         tables, libraries = by_column(self.pipeline, mapped), self.description.op_libraries
-        recordable = device.type == "cuda" and self._finds_items and not mapped
+        records = device.type == "cuda" and not mapped
 
         def program(name: str, inputs: list[dict]) -> Program:
             specs = [TensorSpec.from_json(entry) for entry in inputs]
             rows = RowInputs(specs, tables)
             look_up = rows.of if rows.columns else None
+            recordable = records and name in (MODEL, CACHED)
             return Program(folder / name, specs, device, libraries, weights, look_up, recordable=recordable)
 
         self.cached = None
@@ -176,11 +179,16 @@ class Package:
             place = f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" else "cpu"
             weights = load_file(folder / WEIGHTS, device=place)
             self.cached = CachedPrograms.load(entry, self.pipeline, program)
+            if records:
+                self.cached.record(device)
         self._program = program(MODEL, self.description.inputs)
-        self._find = self._program
-        if recordable:
-            recorded = RecordedScoring(lambda *inputs: self._program(inputs), self.pipeline, device)
-            self._find = lambda inputs: recorded(*inputs)
+        self._run: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = self._program
+        if records:
+            padded = PaddedInputs(self.pipeline, scoring_signature(self.pipeline))
+            recorded = RecordedScoring(
+                lambda *inputs: self._program(inputs), padded, device, str(folder / MODEL)
+            )
+            self._run = lambda inputs: recorded(*inputs)
         self.item_tower = None
         if self.description.item_inputs is not None:
             self.item_tower = program(ITEM_TOWER, self.description.item_inputs)
@@ -194,20 +202,19 @@ class Package:
             PackageError: the batch has more rows than the package accepts.
         """
         self._check_rows(batch)
-        (output,) = self._program(flatten(batch, with_seen=self._finds_items))
+        (output,) = self._run(flatten(batch, with_seen=self._finds_items))
         return output.float()
 
     def find(self, batch: Batch) -> TopK:
         """Finds the best items of each row, of a model that finds items itself (`finds_items`).
 
-        The result is on the package's device: items are rows of the item table less 1. A GPU replays a
-        recorded graph, see `RecordedScoring`.
+        The result is on the package's device: items are rows of the item table less 1.
 
         Raises:
             PackageError: the batch has more rows than the package accepts.
         """
         self._check_rows(batch)
-        return TopK(*self._find(flatten(batch, with_seen=self._finds_items)))
+        return TopK(*self._run(flatten(batch, with_seen=self._finds_items)))
 
     def prefill(self, batch: Batch) -> UserCache:
         """Encodes users and histories into keys and values that candidates attend to; see `CachedPrograms`.

@@ -30,8 +30,8 @@ from recsys.scoring.user_store import StoredUser, UserStore
 REUSED, EXTENDED, ENCODED, WITHOUT = "reused", "extended", "encoded", "without"
 """Ways to score a row: with a stored entry, an extended one or a new one, or without the store."""
 
-_TIMES = 3
-"""Runs of each way when two are compared; the fastest counts."""
+_TIMES = 4
+"""Runs of each way when two are compared; the fastest counts. The first may record a CUDA graph."""
 
 _MIB = 1 << 20
 

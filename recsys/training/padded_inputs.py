@@ -19,7 +19,7 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch, LayoutRule
 from recsys.ops import SequenceLayout, offsets_from_lengths
-from recsys.training.static_buffers import StaticBuffers
+from recsys.scoring.static_buffers import StaticBuffers
 
 ROWS, EVENTS, CANDIDATES = "rows", "events", "candidates"
 """Names of the counts that most tensors of a batch have as their length."""

@@ -52,7 +52,13 @@ class PaddedChunks:
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Convert [T, ...] to one [b, max_len, ...] per chunk, with zeros as padding."""
-        padded = gather_rows(values, self.index, self.inverse)
+        return self._by_chunk(gather_rows(values, self.index, self.inverse))
+
+    def are_tokens(self) -> list[Tensor]:
+        """Return bool [b, max_len] for each chunk: false for padding."""
+        return self._by_chunk(self.index >= 0)
+
+    def _by_chunk(self, padded: Tensor) -> list[Tensor]:
         parts = padded.split([chunk.num_samples * chunk.max_len for chunk in self.chunks])
         return [
             part.unflatten(0, (chunk.num_samples, chunk.max_len))

@@ -55,25 +55,25 @@ def softmax_attention_cached(
         raise RuntimeError("softmax_attention_cached computes no gradients; call it under torch.no_grad()")
     alpha = scale_of(q) if alpha is None else alpha
     new, cached = paired_chunks(layout, cache_layout, num_heads=q.shape[1])
-    # A token's place counts from 1, so that padding is 0.
-    places = (layout.positions() + 1, cache_layout.positions() + 1)
     chunks = zip(
         new.chunks,
         cached.chunks,
-        *(new.split(tensor) for tensor in (q * alpha, k, v, places[0])),
-        *(cached.split(tensor) for tensor in (cache_k, cache_v, places[1])),
+        *(new.split(tensor) for tensor in (q * alpha, k, v)),
+        *(cached.split(tensor) for tensor in (cache_k, cache_v)),
+        new.are_tokens(),
+        cached.are_tokens(),
         strict=True,
     )
     outputs = []
-    for chunk, cache_chunk, q_bQHD, k_bQHD, v_bQHV, place, cache_k_bKHD, cache_v_bKHV, cache_place in chunks:
+    for chunk, cache_chunk, q_bQHD, k_bQHD, v_bQHV, cache_k_bKHD, cache_v_bKHV, is_new, is_cached in chunks:
         num_cached = cache_chunk.history_end[:, None]
         row = num_cached + torch.arange(chunk.max_len, device=q.device)
         seen = row_intervals(mask, row, num_cached + chunk.history_end[:, None], cache_layout.num_contextual)
         column = torch.arange(cache_chunk.max_len, device=q.device).expand(num_cached.shape[0], -1)
         visible = torch.cat(
             [
-                seen.contain(column) & (cache_place > 0)[:, None],
-                seen.contain(row) & (place > 0)[:, None],
+                seen.contain(column) & is_cached[:, None],
+                seen.contain(row) & is_new[:, None],
             ],
             dim=2,
         )
