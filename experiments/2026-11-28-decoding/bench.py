@@ -36,6 +36,7 @@ from recsys.modules.code_trie import CodeTrie  # noqa: E402
 from recsys.ops.beam_step import Beams  # noqa: E402
 from recsys.ops.top_k.keys import keys_of  # noqa: E402
 from recsys.scoring import recorded  # noqa: E402
+from recsys.scoring.padded_inputs import PaddedInputs  # noqa: E402
 from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature  # noqa: E402
 from tests.modules.pipelines import batch_of, pipeline_of, random_rows  # noqa: E402
 from tests.tools.bundles import write_codes  # noqa: E402
@@ -131,7 +132,8 @@ def whole(model: CodeGenerator, rows: int, events: int, beams: Sequence[int]) ->
         def call() -> object:
             return graph(*on_device)
 
-        run = recorded.RecordedScoring(graph, pipeline, torch.device("cuda"))
+        padded = PaddedInputs(pipeline, scoring_signature(pipeline))
+        run = recorded.RecordedScoring(graph, padded, torch.device("cuda"), "the search")
         times = [waited(replay_of(decode))]
         usual, beam_search.runs_on = beam_search.runs_on, lambda *_: False
         times.append(waited(replay_of(decode)))
@@ -201,7 +203,8 @@ def package(model: CodeGenerator, folder: Path) -> None:
     program = Program(folder / "model.pt2", specs, device, weights=on_device, recordable=True)
     for rows, events in SHAPES:
         given = inputs_of(batch_of(pipeline, random_rows(pipeline, [(events, 0)] * rows)), pipeline)
-        run = recorded.RecordedScoring(lambda *inputs: program(inputs), pipeline, device)
+        padded = PaddedInputs(pipeline, scoring_signature(pipeline))
+        run = recorded.RecordedScoring(lambda *inputs: program(inputs), padded, device, "the search")
         times = waited(lambda given=given: program(given)), waited(lambda run=run, given=given: run(*given))
         expected, found, replayed = graph(*(t.cuda() for t in given)), program(given), run(*given)
         agreement = [(items == expected[1]).float().mean().item() for _, items in (found, replayed)]
