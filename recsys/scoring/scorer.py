@@ -111,14 +111,15 @@ class Scorer(Generic[Scores]):
         """
         pieces = cut(batch.num_candidates.tolist(), self.cached_piece)
         parts, start, all_rows = [], 0, list(range(cache.batch_size))
-        for run in packed(pieces, self.cached_piece):
+        runs = list(packed(pieces, self.cached_piece))
+        if not runs or (len(runs) == 1 and [piece.row for piece in pieces] == all_rows):
+            return self.program.score(self._split.candidates(batch), cache)
+        for run in runs:
             rows, counts = [piece.row for piece in run], [piece.count for piece in run]
             candidates = self._split.candidate_range(batch, start, counts)
             users = cache if rows == all_rows else cache.select(rows)
             parts.append(self.program.score(candidates, users))
             start += sum(counts)
-        if not parts:
-            return self.program.score(self._split.candidates(batch), cache)
         return self.program.join(parts)
 
 
