@@ -1,9 +1,10 @@
 """A ranker and a retriever, trained for a moment and exported: made once for all files that ask for them.
 
-The ranker is what scripts/quickstart makes of a shorter training.
+The ranker is what scripts/quickstart makes of a shorter training of a smaller model.
 """
 
 import fcntl
+import os
 import shlex
 import shutil
 import subprocess
@@ -15,17 +16,32 @@ from typing import NamedTuple
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tests.integration.runs import ROOT, command, command_in_new_process, one_thread
+from tests.integration.runs import ROOT, command, one_thread
 
 QUICKSTART_OUTPUT = "quickstart.txt"
 """The file beside the ranker's run that holds what scripts/quickstart printed."""
+
+RARE = ("follow", "comment", "forward", "hate")
+"""Kinds of actions that the shorter quickstart leaves out."""
 
 SHORT = {
     "num_epochs: 2": "num_steps: 40",
     "warmup_steps: 50": "warmup_steps: 10",
     "num_workers: 1": "num_workers: 0",
+    # The compiler takes time for each layer and each kind of action.
+    "num_layers: 2": "num_layers: 1",
+    **{f'          bits {{ name: "is_{name}" bit: {bit} }}\n': "" for bit, name in enumerate(RARE, start=2)},
 }
 """Changes of the text of configs/quickstart.config."""
+
+STAND_IN = """#!/bin/sh
+case "$2" in
+    recsys.train | recsys.evaluate | recsys.predict) printf '%s\\n' "$@" >requests; cat answers ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+"""What scripts/quickstart calls as its Python: it sends most commands to this process, which has imported what
+they need. The export runs in a new process, since what libraries print about themselves shows there."""
 
 RETRIEVER = (
     "configs/movielens_small_two_tower.config",
@@ -34,7 +50,7 @@ RETRIEVER = (
     "train.schedule.warmup_steps=0",
     "train.evaluation.every_steps=12",
     "data.num_workers=0",
-    # A second layer would take a third of the compiler's time; the package of the quickstart has two.
+    # A second layer would take a third of the compiler's time.
     "model.retriever.mixer.hstu.num_layers=1",
     # The items are a file of the package, and genres and years are compiled.
     "export.tables.memory_map_above_bytes=1000000",
@@ -87,15 +103,39 @@ def _make_ranker(made: Exported) -> None:
         (folder / "scripts" / "_bootstrap.sh").write_text("bootstrap() { :; }\n")
         stand_in = folder / ".venv" / "bin" / "python"
         stand_in.parent.mkdir(parents=True)
-        stand_in.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        stand_in.write_text(STAND_IN.format(python=shlex.quote(sys.executable)))
         stand_in.chmod(0o755)
-        environment = one_thread() | {"PYTHONPATH": str(folder)}
-        done = subprocess.run(
-            ["bash", script], cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        made.run.parent.joinpath(QUICKSTART_OUTPUT).write_text(done.stdout + done.stderr, encoding="utf-8")
+        os.mkfifo(folder / "requests")
+        os.mkfifo(folder / "answers")
+        said = _run_quickstart(script, folder, made.run.parent / QUICKSTART_OUTPUT)
+        # Nothing but our own lines: a user cannot act on what libraries say about themselves.
+        exporting = said.partition("recsys.export")[2].partition("+ python")[0].strip().splitlines()[1:]
+        assert exporting and all(" INFO " in line for line in exporting), said
         shutil.move(folder / "runs" / "quickstart", made.run)
+
+
+def _run_quickstart(script: str, folder: Path, output: Path) -> str:
+    """Runs the script, and the commands that its Python sends here; returns what it printed."""
+    with output.open("w", encoding="utf-8") as file:
+        # An empty request says that the script has ended.
+        quickstart = subprocess.Popen(
+            ["bash", "-c", 'bash "$0"; code=$?; : >requests; exit $code', script],
+            cwd=folder,
+            env=one_thread() | {"PYTHONPATH": str(folder)},
+            stdout=file,
+            stderr=file,
+        )
+        try:
+            while request := (folder / "requests").read_text().splitlines():
+                _, module, *arguments = request
+                answer = command(module.removeprefix("recsys."), *arguments, cwd=folder)
+                (folder / "answers").write_text(answer, encoding="utf-8")
+            code = quickstart.wait()
+        finally:
+            quickstart.kill()
+    said = output.read_text(encoding="utf-8")
+    assert code == 0, said
+    return said
 
 
 def _make(made: Exported, config: str, *overrides: str) -> None:
@@ -104,6 +144,4 @@ def _make(made: Exported, config: str, *overrides: str) -> None:
     pq.write_table(few, made.rows, row_group_size=100)
     settings = [part for override in overrides for part in ("--set", override)]
     command("train", "--config", config, "--run-dir", made.run, *settings)
-    # Nothing but our own lines: a user cannot act on what libraries say about themselves.
-    said = command_in_new_process("export", "--run-dir", made.run, cwd=ROOT).strip().splitlines()
-    assert all(" INFO " in line for line in said), said
+    command("export", "--run-dir", made.run, cwd=ROOT)
