@@ -40,8 +40,8 @@ case "$2" in
     *) exec {python} "$@" ;;
 esac
 """
-"""What scripts/quickstart calls as its Python: it sends most commands to this process, which has imported what
-they need. The export runs in a new process, since what libraries print about themselves shows there."""
+"""What scripts/quickstart calls as its Python: it sends most commands to this process, which has imported
+what they need. The export runs in a new process, since what libraries print about themselves shows there."""
 
 RETRIEVER = (
     "configs/movielens_small_two_tower.config",
@@ -109,7 +109,8 @@ def _make_ranker(made: Exported) -> None:
         os.mkfifo(folder / "answers")
         said = _run_quickstart(script, folder, made.run.parent / QUICKSTART_OUTPUT)
         # Nothing but our own lines: a user cannot act on what libraries say about themselves.
-        exporting = said.partition("recsys.export")[2].partition("+ python")[0].strip().splitlines()[1:]
+        steps = said.split("+ python -m recsys.")
+        (exporting,) = (step.strip().splitlines()[1:] for step in steps if step.startswith("export"))
         assert exporting and all(" INFO " in line for line in exporting), said
         shutil.move(folder / "runs" / "quickstart", made.run)
 
