@@ -100,6 +100,8 @@ def _settings(pipeline: pb.Pipeline) -> dict[str, object]:
         "aot_inductor.check_lowerbound": False,
         # This affects only the glue code between kernels, not kernels. It halves the time of compilation.
         "aot_inductor.compile_wrapper_opt_level": "O0",
+        # On a GPU, padding of matrices to faster sizes would bound inputs by the sizes of the example.
+        "shape_padding": False,
         # Without this setting, PyTorch would compile and run a program per instruction set to find out
         # which ones this machine has, which takes a minute.
         "cpp.simdlen": 256,
