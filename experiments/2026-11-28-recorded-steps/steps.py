@@ -10,6 +10,7 @@ run under torch's profiler, whose tables go to a text file.
 import argparse
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,6 +30,10 @@ FOR_TIMING = [
 LAST, PROFILED = 100, 20
 
 
+class Done(Exception):
+    """Ends the training without the save at its end, which large tables have no room for."""
+
+
 class Stamps(trainer.Hook):
     """The time at which the host finished each step, its computing time, and its waiting time so far."""
 
@@ -41,6 +46,8 @@ class Stamps(trainer.Hook):
         if self._profiler is not None and step == self._steps:
             torch.cuda.synchronize()
             self._profiler.start()
+        if step == self._steps + (PROFILED if self._profiler is not None else 0):
+            raise Done
 
 
 def main():
@@ -52,7 +59,7 @@ def main():
     flags = parser.parse_args()
     profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) if flags.profile else None
     steps = flags.steps + (PROFILED if flags.profile else 0)
-    pipeline = config.prepare(flags.config, [*flags.set, *FOR_TIMING, f"train.num_steps={steps}"]).pipeline
+    pipeline = config.prepare(flags.config, [*flags.set, *FOR_TIMING, f"train.num_steps={steps + 1}"]).pipeline
     pipeline.train.evaluation.every_steps = 100_000
     with process_group() as processes, tempfile.TemporaryDirectory() as folder:
         session = open_session(pipeline, Path(folder), processes)
@@ -60,7 +67,8 @@ def main():
         recorder = session.step.recorder
         runner = trainer.Trainer(session, hooks := [])
         hooks.append(Stamps(runner._meter, flags.steps, profiler))
-        runner.run()
+        with suppress(Done):
+            runner.run()
         torch.cuda.synchronize()
         if profiler is not None:
             profiler.stop()

@@ -83,10 +83,8 @@ def compile_graph(
                 name: value for name, value in captured.constants.items() if isinstance(value, Tensor)
             }
             weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
-        # The compiler must not take sizes of the example for bounds of the inputs either.
-        sizes = symbolic.patch(backed_size_oblivious=True)
         try:
-            with _archive(path) as file, environment.quiet_export(), sizes:
+            with _archive(path) as file, environment.quiet_export():
                 torch._inductor.aoti_compile_and_package(
                     captured, package_path=file, inductor_configs=settings
                 )
