@@ -40,7 +40,7 @@ case "$2" in
     *) exec {python} "$@" ;;
 esac
 """
-"""What scripts/quickstart calls as its Python: it sends most commands to this process, which has imported
+"""The Python that scripts/quickstart calls: it sends most commands to this process, which has imported
 what they need. The export runs in a new process, since what libraries print about themselves shows there."""
 
 RETRIEVER = (
