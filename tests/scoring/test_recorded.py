@@ -247,15 +247,21 @@ def test_a_model_replays_in_any_order(form, stand_ins):
     assert [recorded.num_graphs for recorded in recordings] == [2] * len(recordings)
 
 
-@pytest.mark.parametrize(("limit", "num_graphs"), [("MOST_ENTRIES", 0), ("MOST_GRAPHS", 1)])
-def test_calls_beyond_the_limits_run_as_they_are(limit, num_graphs, stand_ins, monkeypatch):
-    monkeypatch.setattr(recorded_module, limit, 1)
+def scored_as_the_model():
+    """Records a small HSTU ranker, checks its scores of batches, each size twice, and returns its package."""
     model = build(pipeline_of(*SCORED["hstu"]))
     package = EagerPackage(model)
     package._record(model)
     for batch in batches_for(model, IN_TURN * 2):
         for answer in answers_of(package, batch):
             assert_close(answer, model.score(batch))
+    return package
+
+
+@pytest.mark.parametrize(("limit", "num_graphs"), [("MOST_ENTRIES", 0), ("MOST_GRAPHS", 1)])
+def test_calls_beyond_the_limits_run_as_they_are(limit, num_graphs, stand_ins, monkeypatch):
+    monkeypatch.setattr(recorded_module, limit, 1)
+    package = scored_as_the_model()
     assert package._run.num_graphs == package._score.num_graphs == num_graphs
 
 
@@ -268,12 +274,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_is_logged_once(stand_ins, mon
     for name, stand_in in (("graph", record), ("set_stream", lambda stream: None)):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(recorded_module, "leave_capture", lambda: None)
-    model = build(pipeline_of(*SCORED["hstu"]))
-    package = EagerPackage(model)
-    package._record(model)
-    for batch in batches_for(model, IN_TURN * 2):
-        for answer in answers_of(package, batch):
-            assert_close(answer, model.score(batch))
+    scored_as_the_model()
     reasons = [record.getMessage() for record in caplog.records]
     assert [reason.partition(" is not")[0] for reason in reasons] == [
         "scoring in one pass",
