@@ -79,11 +79,14 @@ class Transform:
         settings: sources, in the order of their parts of the vector.
         whitenings: the whitening of each source.
         terms: TF-IDF terms of the text source; None without them.
+        neighbors: float32 [D, K], predicts the co-occurrence of an item without any from its vectors in the
+            other sources; None if there is no other source, or the transform was made before this map was.
     """
 
     settings: Settings
     whitenings: dict[str, sources.Whitening]
     terms: sources.TextTerms | None
+    neighbors: np.ndarray | None = None
 
     @property
     def dim(self) -> int:
@@ -93,23 +96,33 @@ class Transform:
     def apply(self, data: Path, ids: pl.Series, table: ItemTable) -> np.ndarray:
         """Returns the vectors of items that may be new since the transform was fitted: float32 [items, dim].
 
-        Their co-occurrence part is zero, because the transform does not know their neighbors.
+        Their co-occurrence is predicted from the other sources, because the transform does not know their
+        neighbors.
         """
-        parts = []
-        for name, weight in zip(self.settings.sources, self.settings.weights, strict=True):
+        parts = {}
+        for name in self.settings.sources:
             white = self.whitenings[name]
             if name == "cooc":
-                part = np.zeros((len(ids), white.components.shape[1]), np.float32)
-            else:
-                raw = _raw_text(data, ids, table, self) if name == "text" else _raw_file(ids, table)
-                if raw.shape[1] != len(white.mean):
-                    raise DataError(
-                        f"{table.vectors or data}: vectors of {raw.shape[1]} numbers, the transform was "
-                        f"fitted on {len(white.mean)}; use the same source"
-                    )
-                part = white.apply(raw)
-            parts.append(part * np.float32(weight))
-        return np.concatenate(parts, 1)
+                parts[name] = np.zeros((len(ids), white.components.shape[1]), np.float32)
+                continue
+            raw = _raw_text(data, ids, table, self) if name == "text" else _raw_file(ids, table)
+            if raw.shape[1] != len(white.mean):
+                raise DataError(
+                    f"{table.vectors or data}: vectors of {raw.shape[1]} numbers, the transform was "
+                    f"fitted on {len(white.mean)}; use the same source"
+                )
+            parts[name] = white.apply(raw)
+        return self.join(parts)
+
+    def join(self, parts: dict[str, np.ndarray]) -> np.ndarray:
+        """Joins the unit vectors of the sources, [items, K] each, after filling in missing co-occurrence."""
+        if self.neighbors is not None:
+            lacks = ~parts["cooc"].any(1)
+            predicted = sources.apply_map(_without_events(parts)[lacks], self.neighbors)
+            parts = {**parts, "cooc": parts["cooc"].copy()}
+            parts["cooc"][lacks] = predicted
+        factors = zip(self.settings.sources, self.settings.weights, strict=True)
+        return np.concatenate([parts[name] * np.float32(weight) for name, weight in factors], 1)
 
     def write(self, folder: Path) -> None:
         """Writes the files of the transform into a new folder."""
@@ -117,6 +130,8 @@ class Transform:
         arrays = {}
         for name, white in self.whitenings.items():
             arrays |= {f"{name}.mean": white.mean, f"{name}.components": white.components}
+        if self.neighbors is not None:
+            arrays["cooc.neighbors"] = self.neighbors
         if self.terms is not None:
             arrays |= {"terms.idf": self.terms.idf, "terms.directions": self.terms.directions}
             (folder / _TERMS).write_text(json.dumps(self.terms.terms), encoding="utf-8")
@@ -143,7 +158,7 @@ class Transform:
                 terms = sources.TextTerms(words, arrays["terms.idf"], arrays["terms.directions"])
         except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             raise DataError(f"{folder}: damaged ({error}); make it again") from None
-        return cls(settings, whitenings, terms)
+        return cls(settings, whitenings, terms, arrays.get("cooc.neighbors"))
 
 
 @dataclass(frozen=True)
@@ -184,11 +199,17 @@ def embed(data: Path, settings: Settings, table: ItemTable) -> Embeddings:
                 terms = sources.TextTerms.fit(texts, settings.seed)
             raw[name] = terms.apply(texts) if terms is not None else sources.sentence_vectors(texts)
     whitenings = {name: sources.Whitening.fit(vectors) for name, vectors in raw.items()}
-    parts = [
-        whitenings[name].apply(raw[name]) * np.float32(weight)
-        for name, weight in zip(settings.sources, settings.weights, strict=True)
-    ]
-    return Embeddings(ids, np.concatenate(parts, 1), Transform(settings, whitenings, terms))
+    parts = {name: whitenings[name].apply(raw[name]) for name in settings.sources}
+    neighbors = None
+    if "cooc" in parts and len(parts) > 1:
+        neighbors = sources.fit_map(_without_events(parts), parts["cooc"])
+    transform = Transform(settings, whitenings, terms, neighbors)
+    return Embeddings(ids, transform.join(parts), transform)
+
+
+def _without_events(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """Joins the vectors of the sources that know an item before its first event, [items, D]."""
+    return np.concatenate([part for name, part in parts.items() if name != "cooc"], 1)
 
 
 def _raw_text(data: Path, ids: pl.Series, table: ItemTable, transform: Transform) -> np.ndarray:

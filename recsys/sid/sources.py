@@ -69,6 +69,29 @@ class Whitening:
         return np.where(vectors.any(1)[:, None], white, 0.0).astype(np.float32)
 
 
+def fit_map(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Fits the linear map that predicts the vectors of a source from those of others by ridge regression.
+
+    Args:
+        known: float32 [items, D]; rows of zeros are items that these sources do not know.
+        wanted: float32 [items, K], likewise. Rows that are known in both are fitted.
+
+    Returns:
+        float32 [D, K].
+    """
+    both = known.any(1) & wanted.any(1)
+    inputs, outputs = known[both].astype(np.float64), wanted[both].astype(np.float64)
+    return np.linalg.solve(inputs.T @ inputs + np.eye(known.shape[1]), inputs.T @ outputs).astype(np.float32)
+
+
+def apply_map(known: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Predicts vectors of unit length, float32 [items, K]; zeros for an item without known vectors."""
+    predicted = known.astype(np.float64) @ weights
+    return (predicted / np.maximum(np.linalg.norm(predicted, axis=1, keepdims=True), 1e-12)).astype(
+        np.float32
+    )
+
+
 @dataclass(frozen=True)
 class TextTerms:
     """TF-IDF with a truncated singular value decomposition, which maps texts to vectors.

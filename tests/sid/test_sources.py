@@ -11,7 +11,7 @@ import pytest
 
 from recsys.errors import ConfigError, DataError
 from recsys.prepare.__main__ import main as prepare_main
-from recsys.sid import catalogue, sources
+from recsys.sid import catalogue, embeddings, sources
 from recsys.sid.__main__ import main
 
 # Every worker imports this file, but only one needs scikit-learn, whose import takes two seconds.
@@ -66,6 +66,23 @@ def test_a_new_text_gets_the_vector_that_the_fit_would_have_given_it():
     assert set(np.argsort(-near[:, 0])[:2]) == {0, 1}
 
 
+def test_a_linear_map_predicts_the_vectors_that_a_source_lacks():
+    generator = np.random.default_rng(0)
+    known = generator.normal(size=(400, 5)).astype(np.float32)
+    true = generator.normal(size=(5, 3))
+    wanted = (known @ true).astype(np.float32)
+    known[3], wanted[4] = 0, 0
+    weights = sources.fit_map(known, wanted)
+    both = np.delete(np.arange(400), [3, 4])
+    # The normal equations of ridge regression, solved by least squares over rows that stand for the penalty.
+    rows, targets = np.concatenate([known[both], np.eye(5)]), np.concatenate([wanted[both], np.zeros((5, 3))])
+    np.testing.assert_allclose(weights, np.linalg.lstsq(rows, targets, rcond=None)[0], atol=1e-5)
+    predicted = sources.apply_map(known, weights)
+    expected = known[4] @ true
+    np.testing.assert_allclose(predicted[4], expected / np.linalg.norm(expected), atol=0.02)
+    assert not predicted[3].any(), "nothing is predicted from nothing"
+
+
 def log(path: Path, *, changed: bool) -> Path:
     """A log of 40 users; with `changed` the last two events of each user are of other items."""
     generator, lines = random.Random(1), ["user,item,time,tag"]
@@ -112,6 +129,32 @@ def test_events_behind_the_training_cut_change_no_byte(tmp_path):
     frame.with_columns(pl.col("uih_item_id").list.reverse().list.head(3)).write_parquet(train)
     assert main(["embed", "--data", str(data[1]), "--output", f"{data[1]}-vectors", "--overwrite"]) == 0
     assert contents(Path(f"{data[1]}-vectors")) != first
+
+
+def test_items_without_events_get_co_occurrence_as_their_texts_predict_it(tmp_path):
+    """An item of the training data and a new one with the same text have the same co-occurrence part."""
+    data = prepare(tmp_path, "a", changed=False)
+    ids = catalogue.read_ids(data)
+    # The text of an item is its tag, and items 0, 5, 10 ... share one; the first loses its events.
+    train = next((data / "train").glob("*.parquet"))
+    frame = pl.read_parquet(train)
+    kept = pl.col("uih_item_id").list.eval(pl.element().filter(pl.element() != ids[0]))
+    frame.with_columns(kept).write_parquet(train)
+    made = embeddings.embed(data, embeddings.Settings(["text", "cooc"], [1.0, 0.5]), embeddings.ItemTable())
+    width = made.transform.whitenings["text"].components.shape[1]
+    text, events = made.vectors[:, :width], made.vectors[:, width:]
+    np.testing.assert_allclose(np.linalg.norm(events, axis=1), 0.5, atol=1e-5)
+    alike = np.flatnonzero((np.abs(text - text[0]) < 1e-6).all(1))
+    assert len(alike) > 2
+    # Those with the same text have neighbors of their own, which the first item's part is an average of.
+    assert (np.abs(events[alike[1:]] - events[0]).max(1) > 1e-3).all()
+    assert (events[alike[1:]] @ events[0]).mean() > (events @ events[0]).mean()
+    new = made.transform.apply(data, ids, embeddings.ItemTable())
+    np.testing.assert_allclose(new[0], made.vectors[0], atol=1e-6)
+
+    embeddings.write_embeddings(tmp_path / "vectors", made)
+    again = embeddings.read_embeddings(tmp_path / "vectors").transform
+    np.testing.assert_array_equal(again.apply(data, ids, embeddings.ItemTable()), new)
 
 
 def test_vectors_of_a_file_by_id_and_by_row(tmp_path):
