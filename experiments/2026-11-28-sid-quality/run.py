@@ -297,8 +297,8 @@ class Run:
         return None
 
     def settings(self, split: str) -> list[str]:
-        """Flags of an evaluation: exact ranks, and the weight of ids that validation says is best."""
-        if self.variant.writes_in_order:
+        """Flags of an evaluation: exact ranks (`tiger`: its beam of 50), and the weight of ids that validation says is best."""
+        if self.variant.kind == "in_order":
             return ["--set", "model.generator.decoding={method: EXACT}"]
         if self.variant.kind != "hybrid":
             return []

@@ -115,6 +115,36 @@ def codes_of_table(pipeline: pb.Pipeline, folder: Path) -> tuple[np.ndarray, tup
     return codes, tuple(sizes)
 
 
+def listed_items(pipeline: pb.Pipeline, path: str) -> np.ndarray:
+    """Reads which items a model may recommend, bool [items] for rows 1 on of the item table.
+
+    Args:
+        pipeline: resolved; its model searches items.
+        path: parquet file with a column of item ids that is named like the item feature. Ids that are not
+            in the vocabulary are ignored.
+
+    Raises:
+        DataError: the file cannot be read, has no such column, or no item of the vocabulary.
+    """
+    feature = features.searched_item(pipeline)
+    vocabulary = mappings(pipeline)[feature.id.table]
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as parquet ({error})") from None
+    if feature.name not in table.column_names:
+        raise DataError(f"{path}: no column {feature.name!r}; it has {', '.join(table.column_names)}")
+    ids = one_array(table[feature.name]).drop_null()
+    if len(ids) and vocabulary.is_text != is_text(ids.type):
+        kind = "texts" if vocabulary.is_text else "integers"
+        raise DataError(f"{path}: {feature.name} is {ids.type}, the ids of {vocabulary.name} are {kind}")
+    is_listed = np.zeros(vocabulary.rows, bool)
+    is_listed[vocabulary.map(ids)] = True
+    if not is_listed[1:].any():
+        raise DataError(f"{path}: none of its {len(ids):,} ids is in {vocabulary.name}")
+    return is_listed[1:]
+
+
 def fingerprint(pipeline: pb.Pipeline) -> str | None:
     """Returns a SHA-256 over the codes of all items in the order of the table; None without codes.
 

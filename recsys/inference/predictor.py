@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
+from torch.nn import functional as F
 
 from recsys import protos as pb
 from recsys.config import features
@@ -208,6 +209,9 @@ class Predictor:
         if self.finds_items:
             best = self.package.find(batch)
             scores, rows = best.scores.float().cpu()[:, :k], best.items.cpu()[:, :k]
+            # `decoding.items` may list fewer items than k.
+            missing = (0, k - rows.shape[1])
+            scores, rows = F.pad(scores, missing, value=-torch.inf), F.pad(rows, missing, value=-1)
             return TopK(scores, torch.from_numpy(self.vocabulary.layout.id_of(rows.numpy() + 1)))
         queries = self._queries(batch)
         # An unknown item has the index -1, which is ignored.

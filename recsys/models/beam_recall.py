@@ -40,7 +40,7 @@ def beam_recall(
 
 def exact_best(writer: SequentialItems, histories: Histories, seen: SeenItems, k: int) -> Tensor:
     """Returns the `k` best items of each row by the scores of all, int64 [B, k]; -1 where it has fewer."""
-    k = min(k, len(writer.trie.leaf))
+    k = min(k, len(writer.trie.item))
     parts, start = [], 0
     for scores in writer.score_in_parts(histories):
         here = (seen.row >= start) & (seen.row < start + len(scores)) & (seen.item >= 0)

@@ -26,7 +26,7 @@ from recsys.config import checks, features
 from recsys.config.declarations import model_of
 from recsys.config.registry import pick, register
 from recsys.data.batch import Batch, LayoutRule
-from recsys.data.codes import codes_of_table
+from recsys.data.codes import codes_of_table, listed_items
 from recsys.models.base import Losses
 from recsys.models.beam_recall import WIDTHS, beam_recall
 from recsys.models.item_writers import Histories, ParallelItems, SequentialItems, rank_scores, rows_of
@@ -77,6 +77,8 @@ class CodeGenerator(NextItemModel):
     """
 
     codes: Tensor
+    is_listed: Tensor | None
+    """Items that may be found, bool [V]; None for all, or if the trie of the writer holds no other."""
 
     def __init__(self, config: pb.CodeGenerator, *, pipeline: pb.Pipeline):
         if findings := checks.family_findings(pipeline):
@@ -99,7 +101,10 @@ class CodeGenerator(NextItemModel):
             preprocessor, mixer = pick(config.preprocessor), pick(config.mixer)
             self.preprocess = preprocessor.cls(preprocessor.config, pipeline=pipeline)
             self.mix = mixer.cls(mixer.config, embedding_dim=width)
-        self.decode = _writer(config, sizes, self.embed_codes, width, codes)
+        is_listed = listed_items(pipeline, config.decoding.items) if config.decoding.items else None
+        self.decode = _writer(config, sizes, self.embed_codes, width, codes, is_listed)
+        masked = None if is_listed is None or not parallel else torch.from_numpy(is_listed)
+        self.register_buffer("is_listed", masked, persistent=False)
         self.ids = ItemIds(config.ids, len(codes), width, init_std) if config.HasField("ids") else None
         self.id_weight = config.ids.weight
         self.beam_size = model_of(pipeline).num_found
@@ -161,7 +166,7 @@ class CodeGenerator(NextItemModel):
         targets = batch.ids[self.candidates].values()
         with self.autocast():
             histories = self._histories(batch, outputs.states)
-            if self.ids is not None:
+            if isinstance(self.decode, ParallelItems):
                 return rank_scores(self._mixed(self._scores(histories), self.id_weight), targets, batch)
             if self.beam_size is None:
                 return self.decode.ranks(histories, targets, batch)
@@ -205,10 +210,14 @@ class CodeGenerator(NextItemModel):
         return Scores(self.decode.score_items(histories), of_ids)
 
     def _mixed(self, scores: Scores, weight: float) -> Tensor:
-        """Returns the scores of all items, [B, V]. The mean over codes varies about as much as the ids."""
-        if scores.of_ids is None:
-            return scores.of_codes
-        return weight * scores.of_ids + (1 - weight) / self.codes.shape[1] * scores.of_codes
+        """Returns the scores of all items, [B, V]; -inf for an item that may not be found.
+
+        The mean over codes varies about as much as the ids.
+        """
+        mixed = scores.of_codes
+        if scores.of_ids is not None:
+            mixed = weight * scores.of_ids + (1 - weight) / self.codes.shape[1] * scores.of_codes
+        return mixed if self.is_listed is None else mixed.masked_fill(~self.is_listed, -torch.inf)
 
     def _tokens(self, rows: Tensor | None = None) -> Tensor:
         """Returns the tokens of rows of the item table, [n, E]; those of all known items for None."""
@@ -254,12 +263,19 @@ class CodeGenerator(NextItemModel):
 
 
 def _writer(
-    config: pb.CodeGenerator, sizes: tuple[int, ...], embed: CodeEmbedding, width: int, codes: np.ndarray
+    config: pb.CodeGenerator,
+    sizes: tuple[int, ...],
+    embed: CodeEmbedding,
+    width: int,
+    codes: np.ndarray,
+    is_listed: np.ndarray | None,
 ) -> ParallelItems | SequentialItems:
     if config.HasField("parallel"):
         return ParallelItems(config.parallel, sizes, embed, width, codes)
     has_memory = config.HasField("encoder")
-    return SequentialItems(config.decoder, sizes, embed, width, codes, has_memory=has_memory)
+    return SequentialItems(
+        config.decoder, sizes, embed, width, codes, is_listed=is_listed, has_memory=has_memory
+    )
 
 
 def _seen(batch: Batch) -> SeenItems:

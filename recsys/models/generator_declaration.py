@@ -58,10 +58,11 @@ class CodeGeneratorDeclaration(NextItemDeclaration):
 
     @property
     def protocol(self) -> dict[str, str]:
-        """The rule for seen items and the width of the beam, beyond which no item is found."""
+        """The rules that say which items can be found: seen ones, listed ones, and the width of the beam."""
         beam = {"beam_size": str(self.num_found)} if self.finds_items else {}
         ids = {"id_weight": f"{self.config.ids.weight:g}"} if self.mixes_scores else {}
-        return super().protocol | beam | ids
+        items = {"items": self.config.decoding.items} if self.config.decoding.items else {}
+        return super().protocol | beam | ids | items
 
     @property
     def mixes_scores(self) -> bool:

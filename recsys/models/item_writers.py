@@ -1,4 +1,4 @@
-"""The writers of a generator with the codes of all items: they score items, rank targets, and search."""
+"""The writers of a generator with the codes of items: they score items, rank targets, and search."""
 
 from collections.abc import Iterator
 
@@ -25,11 +25,12 @@ Histories = Tensor | EncodedCodes
 
 
 class SequentialItems(CodeDecoder):
-    """A decoder that writes the codes of an item one after another, with the trie of all items.
+    """A decoder that writes the codes of an item one after another, with the trie of items.
 
     Args:
         config, sizes, embed, width, has_memory: as for `CodeDecoder`.
         codes: int64 [items, levels].
+        is_listed: bool [items], the items that may be found; None for all.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class SequentialItems(CodeDecoder):
         width: int,
         codes: np.ndarray,
         *,
+        is_listed: np.ndarray | None = None,
         has_memory: bool = False,
     ):
         super().__init__(config, sizes, embed, width, has_memory=has_memory)
-        self.trie = CodeTrie(codes, sizes)
+        self.trie = CodeTrie(codes, sizes, None if is_listed is None else np.flatnonzero(is_listed))
 
     def score_items(self, histories: Histories) -> Tensor:
-        """Returns log P(item) of every item, float32 [B, V]; see `CodeDecoder.scores`."""
+        """Returns log P(item) of every item, float32 [B, V], -inf if not listed; see `CodeDecoder.scores`."""
         return self.scores(histories, self.trie)
 
     def score_in_parts(self, histories: Histories) -> Iterator[Tensor]:
@@ -73,16 +75,18 @@ class SequentialItems(CodeDecoder):
         if not isinstance(histories, Tensor):
             return rank_scores(torch.cat(list(self.score_in_parts(histories))), targets, batch)
         row = rows_of(batch.num_candidates, len(targets))
-        pairs = better_items(self, self.trie, histories[row], (targets - 1).clamp(min=0))
+        item, items = (targets - 1).clamp(min=0), len(self.trie.leaf)
+        is_listed = self.trie.leaf[item] < len(self.trie.item)
+        # Any item of the trie stands in for targets that cannot be found.
+        pairs = better_items(self, self.trie, histories[row], torch.where(is_listed, item, self.trie.item[0]))
         # Keys of (row, item), to drop the items that a row has seen.
-        items = len(self.trie.leaf)
         seen = (rows_of(batch.seen_layout.lengths, len(batch.seen)) * (items + 1) + batch.seen).sort().values
         keys = row[pairs.target] * (items + 1) + pairs.item + 1
         place = torch.searchsorted(seen, keys)
         is_seen = torch.cat([seen, seen.new_full((1,), -1)])[place] == keys
         others = ~is_seen & (pairs.item + 1 != targets[pairs.target])
         better = torch.zeros_like(targets).index_add(0, pairs.target, others.long())
-        return torch.where((targets > 0) & ~batch.repeated, 1 + better, items + 1)
+        return torch.where((targets > 0) & is_listed & ~batch.repeated, 1 + better, items + 1)
 
 
 class ParallelItems(ParallelCodes):
@@ -114,18 +118,16 @@ class ParallelItems(ParallelCodes):
         """Raises ValueError: codes without an order have no prefixes. The config's check says so first."""
         raise ValueError("parallel codes have no prefixes to search")
 
-    def ranks(self, states: Tensor, targets: Tensor, batch: Batch) -> Tensor:
-        """Returns the exact rank of each target; see `SequentialItems.ranks`."""
-        return rank_scores(self.score_items(states), targets, batch)
-
 
 def rank_scores(scores: Tensor, targets: Tensor, batch: Batch) -> Tensor:
     """Returns the rank of each target by the scores of all items, int64 [N], as `rank_targets` defines it.
 
     Args:
-        scores: float32 [B, V].
+        scores: float32 [B, V]; -inf for items that cannot be found.
         targets, batch: as for `SequentialItems.ranks`.
     """
+    row = rows_of(batch.num_candidates, len(targets))
+    is_lost = scores[row, (targets - 1).clamp(min=0)] == -torch.inf
     return rank_targets(
         scores,
         None,
@@ -133,7 +135,7 @@ def rank_scores(scores: Tensor, targets: Tensor, batch: Batch) -> Tensor:
         num_targets=batch.num_candidates,
         removed=batch.seen,
         removed_layout=batch.seen_layout,
-        missed=batch.repeated,
+        missed=batch.repeated | is_lost,
         max_scores=MAX_SCORES,
     )
 

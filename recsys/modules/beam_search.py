@@ -122,7 +122,7 @@ def _within(index: Tensor, size: int) -> Tensor:
 
 
 def _seen_leaves(trie: CodeTrie, seen: SeenItems) -> SeenLeaves:
-    leaves = trie.leaf.shape[0]
+    leaves = trie.item.shape[0]
     leaf = torch.where(seen.item < 0, leaves, trie.leaf[seen.item.clamp(min=0)])
     keys = (seen.row * (leaves + 1) + leaf).sort().values
     is_new = keys != torch.cat([keys.new_full((1,), -1), keys])[:-1]

@@ -237,14 +237,15 @@ class CodeDecoder(nn.Module):
         return torch.stack(losses).mean(0)
 
     def scores(self, histories: Tensor | EncodedCodes, trie: CodeTrie) -> Tensor:
-        """Returns log P(item) of every item, float32 [B, items]: the sum of its codes' log-probabilities.
+        """Returns log P(item) of every item, float32 [B, items]: the sum of its codes' log-probabilities, or
+        -inf for an item that the trie leaves out.
 
         The log-softmax of a level goes over all its values, whether or not an item has them. Every node of
         the trie is computed once for each state.
 
         Args:
             histories: states [B, E], or B encoded histories.
-            trie: the codes of all items.
+            trie: the codes of items.
         """
         (token, memories), cache = self.start(histories), self.empty_cache()
         scores = token.new_zeros(token.shape[:2], dtype=torch.float32)
@@ -256,6 +257,8 @@ class CodeDecoder(nn.Module):
             if level + 1 < trie.levels:
                 cache = select_paths(cache, lambda paths, parent=parent: paths.index_select(1, parent))
                 token = self.embed.level(level, code).expand(token.shape[0], -1, -1)
+        if trie.item.shape[0] < trie.leaf.shape[0]:
+            scores = F.pad(scores, (0, 1), value=-torch.inf)
         return scores.index_select(1, trie.leaf)
 
     def flops(self, paths: int, memory_tokens: int = 0) -> int:

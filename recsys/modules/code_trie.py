@@ -1,4 +1,4 @@
-"""`CodeTrie`: the codes of all items as a tree, in compressed rows."""
+"""`CodeTrie`: the codes of items as a tree, in compressed rows."""
 
 from collections.abc import Sequence
 
@@ -10,21 +10,23 @@ from recsys.ops.beam_step import TrieEdges
 
 
 class CodeTrie(nn.Module):
-    """Holds the prefixes of all codes, with the nodes of each depth in lexicographic order.
+    """Holds the prefixes of the codes of items, with the nodes of each depth in lexicographic order.
 
     A node of depth l + 1 is an edge of a node of depth l: `first(l)` says where the edges of each node
     begin, `token(l)` the code of each edge and `parent(l)` its node. The root is the only node of depth 0,
-    and node i of the last depth, the leaf i, is the item `item[i]`, so item k is the leaf `leaf[k]`. The
-    leaves below a node are consecutive, see `leaves(l)`. All of them are int32 buffers, some 40 MB for a
-    million items of 3 codes and a digit. The codes give them, so no checkpoint has them.
+    and node i of the last depth, the leaf i, is the item `item[i]`, so item k is the leaf `leaf[k]`, which
+    is the number of leaves for an item that the trie leaves out. The leaves below a node are consecutive,
+    see `leaves(l)`. All of them are int32 buffers, some 40 MB for a million items of 3 codes and a digit.
+    The codes give them, so no checkpoint has them.
 
     Args:
         codes: int64 [items, levels], no two rows equal. The trie is built on the device of a tensor.
         sizes: number of values of each level.
+        items: int64, the items that the trie holds, ascending; None for all.
 
     Attributes:
         sizes: number of values of each level.
-        counts: number of edges of each level; the last one is the number of items.
+        counts: number of edges of each level; the last one is the number of leaves.
         most_children: the most edges that a node has, for each level.
 
     Raises:
@@ -34,22 +36,24 @@ class CodeTrie(nn.Module):
     item: Tensor
     leaf: Tensor
 
-    def __init__(self, codes: np.ndarray | Tensor, sizes: Sequence[int]):
+    def __init__(
+        self, codes: np.ndarray | Tensor, sizes: Sequence[int], items: np.ndarray | Tensor | None = None
+    ):
         super().__init__()
         codes = torch.as_tensor(codes)
         if len(codes) and bool(((codes < 0) | (codes >= torch.tensor(sizes, device=codes.device))).any()):
             raise ValueError(f"codes go from 0 to the sizes of their levels, {tuple(sizes)}, less 1")
-        items = torch.arange(len(codes), device=codes.device)
-        order = items
+        order = torch.arange(len(codes), device=codes.device) if items is None else torch.as_tensor(items)
+        places = torch.arange(len(order), device=codes.device)
         for level in range(codes.shape[1] - 1, -1, -1):
             order = order[codes[order, level].argsort(stable=True)]
         self.sizes = tuple(sizes)
         self.counts: list[int] = []
         self.most_children: list[int] = []
         self._add("item", order)
-        self._add("leaf", torch.empty_like(order).index_copy_(0, order, items))
-        node, count = torch.zeros_like(items), 1  # of depth l, for each item in order
-        new = items == 0
+        self._add("leaf", order.new_full((len(codes),), len(order)).index_copy_(0, order, places))
+        node, count = torch.zeros_like(places), 1  # of depth l, for each item in order
+        new = places == 0
         for level in range(codes.shape[1]):
             code = codes[order, level]
             new[1:] |= code[1:] != code[:-1]
@@ -57,7 +61,7 @@ class CodeTrie(nn.Module):
             parent = node[begin]
             first = torch.searchsorted(parent, torch.arange(count + 1, device=codes.device))
             node, count = new.cumsum(0) - 1, len(parent)
-            leaves = torch.cat([begin, begin.new_tensor([len(codes)])])
+            leaves = torch.cat([begin, begin.new_tensor([len(order)])])
             arrays = {"first": first, "parent": parent, "token": code[begin], "leaves": leaves}
             for name, array in arrays.items():
                 self._add(f"{name}_{level}", array)
@@ -91,10 +95,10 @@ class CodeTrie(nn.Module):
     def edges(self, level: int) -> TrieEdges:
         """Returns the edges of the nodes of depth `level`."""
         tensors = (self.first(level), self.token(level), self.leaves(level))
-        return TrieEdges(*tensors, self.leaf.shape[0], self.most_children[level])
+        return TrieEdges(*tensors, self.item.shape[0], self.most_children[level])
 
     def path(self, items: Tensor) -> list[Tensor]:
-        """Returns for each level the edge on the path to each of the given items, int64 [n] each."""
+        """Returns for each level the edge on the path to each of some items of the trie, int64 [n] each."""
         edges = [self.leaf[items].long()]
         for level in range(self.levels - 1, 0, -1):
             edges.insert(0, self.parent(level)[edges[0]].long())

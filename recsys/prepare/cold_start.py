@@ -7,6 +7,7 @@ held out: all their events leave the training and validation rows, and validatio
 out are left out. The test rows are those whose target is held out, with whole histories. The vocabulary has
 all items, so a model ranks the held-out items among the others, and their counts are 0.
 `recsys sid embed` and `recsys sid fit` on this folder know of held-out items their texts only.
+held_out.parquet lists the held-out items; `model.generator.decoding.items` ranks these alone.
 
 Memory: one parquet file at a time.
 """
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
             elif (source / name).exists():
                 shutil.copy(source / name, folder / name)
         held_out = _hold_out(folder / VOCABULARY, options.share, options.seed)
+        pq.write_table(pa.table({ITEM: held_out}), folder / "held_out.parquet")
         splits = {}
         for split in ("train", "validation", "test"):
             splits[split] = _write_split(source, folder, about["splits"][split], split, held_out, options)

@@ -308,6 +308,67 @@ def test_ranks_of_a_beam_are_exact_as_far_as_it_reaches(model, pipeline):
     assert set(ranks.tolist()) <= {1, 2, 3, 21}
 
 
+@pytest.mark.parametrize("kind", ["in order", "beam", "parallel", "hybrid", "reading_codes"])
+def test_only_listed_items_are_found_and_ranked(model, pipeline, folder, kind, request):
+    """Against the scores of all items, from which the unlisted ones are taken by hand."""
+    if kind == "parallel":
+        pipeline.model.generator.parallel.SetInParent()
+        model = build_model(pipeline).eval()
+    elif kind not in ("in order", "beam"):
+        model = request.getfixturevalue(kind)
+    listed = [101, 104, 105, 107, 111, 113, 118]
+    pq.write_table(pa.table({"item_id": [*listed, 999, None]}), folder / "stock.parquet")
+    changed = pb.Pipeline()
+    changed.CopyFrom(pipeline)
+    changed.model.generator.decoding.items = str(folder / "stock.parquet")
+    limited = build_model(changed).eval()
+    limited.load_state_dict(model.state_dict())
+    searching = with_beam(limited, changed, 10) if kind == "beam" else limited
+    batch = batch_of(pipeline, random_rows(pipeline, [(3, 9), (0, 9), (6, 9), (2, 0), (1, 9)]))
+    scores, expected = model.score(batch), []
+    numbers = mappings(pipeline)["item_id"].map(pa.array(listed)).tolist()
+    seen = [set(items.tolist()) for items in batch.seen.split(batch.seen_layout.lengths.tolist())]
+    targets = iter(batch.ids["candidate_item_id"].values().tolist())
+    for row, count in enumerate(batch.num_candidates.tolist()):
+        for item in (next(targets) for _ in range(count)):
+            others = [k for k in numbers if k != item and k not in seen[row]]
+            better = sum(bool(scores[row, k - 1] >= scores[row, item - 1]) for k in others)
+            expected.append(1 + better if item in numbers and item not in seen[row] else 21)
+    assert len(set(expected)) > 3 and 21 in expected
+    assert searching.ranks(searching(batch), batch).tolist() == expected
+    if kind != "beam":
+        of_listed = limited.score(batch)
+        assert torch.equal(
+            of_listed > -torch.inf, torch.isin(torch.arange(1, 21), torch.tensor(numbers))[None].expand(5, -1)
+        )
+        torch.testing.assert_close(limited.answer_ranks((of_listed,), None, batch).tolist(), expected)
+    table = pa.table(
+        {
+            "uih_item_id": [[104, 102], []],
+            "uih_timestamps": [[1, 2], []],
+            "uih_actions": [[1, 1], []],
+            "request_time": [10**6] * 2,
+        }
+    )
+    answers = Predictor(EagerPackage(searching)).table(table).to_pydict()["item_id"]
+    assert [sorted(items) for items in answers] == [[k for k in listed if k != 104], listed]
+
+
+def test_a_list_of_items_that_does_not_fit_is_refused(pipeline, folder):
+    path = folder / "stock.parquet"
+    pipeline.model.generator.decoding.items = str(path)
+    with pytest.raises(DataError, match="stock.parquet: cannot be read as parquet"):
+        build_model(pipeline)
+    for table, message in (
+        ({"id": [101]}, "no column 'item_id'; it has id"),
+        ({"item_id": ["a"]}, "item_id is string, the ids of .* are integers"),
+        ({"item_id": [1, 2]}, "none of its 2 ids is in"),
+    ):
+        pq.write_table(pa.table(table), path)
+        with pytest.raises(DataError, match=f"stock.parquet: {message}"):
+            build_model(pipeline)
+
+
 def test_the_recall_of_beams_is_their_share_of_the_exactly_best_items(model, pipeline):
     searching = with_beam(model, pipeline, 3)
 

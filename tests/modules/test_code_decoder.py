@@ -57,6 +57,19 @@ def test_the_trie_has_the_prefixes_of_all_codes_in_order():
     assert [tuple(codes[item]) for item in trie.item.tolist()] == paths
 
 
+def test_a_trie_of_some_items_is_the_trie_of_their_codes_alone():
+    codes = some_codes()
+    items = np.array([2, 3, 11, 30, 59])
+    part, alone = CodeTrie(codes, SIZES, items), CodeTrie(codes[items], SIZES)
+    for name, buffer in alone.named_buffers():
+        if name not in ("item", "leaf"):
+            assert torch.equal(part.get_buffer(name), buffer), name
+    assert part.counts == alone.counts and part.most_children == alone.most_children
+    assert part.item.tolist() == items[alone.item].tolist()
+    assert part.leaf[items].tolist() == alone.leaf.tolist()
+    assert (np.delete(part.leaf.numpy(), items) == 5).all() and len(part.leaf) == len(codes)
+
+
 def test_a_trie_refuses_codes_that_two_items_share_or_that_are_too_large():
     with pytest.raises(ValueError, match="same codes"):
         CodeTrie(np.array([[0, 1], [2, 0], [0, 1]]), (3, 3))

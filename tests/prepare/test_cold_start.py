@@ -26,6 +26,8 @@ def test_no_event_of_a_held_out_item_is_left_and_test_rows_are_theirs(tmp_path):
     assert command.main([*flags, "--share", "0.2", "--seed", "3"]) == 0
     everything, cold = read_ids(tmp_path / "all"), held_out_of(tmp_path / "cold")
     assert read_ids(tmp_path / "cold").equals(everything) and len(cold) == round(0.2 * len(everything))
+    listed = pq.read_table(tmp_path / "cold" / "held_out.parquet")["item_id"].to_pylist()
+    assert set(listed) == cold and len(listed) == len(cold)
     removed = 0
     for split in ("train", "validation"):
         expected = []
