@@ -50,14 +50,16 @@ PEERS = {"a channel": "chunk_gla", "delta, a head": "chunk_gated_delta_rule"}
 
 @dataclass(frozen=True)
 class Cost:
-    """Milliseconds of forward, of forward and backward, and MiB above the inputs at its peak."""
+    """Milliseconds of forward, of forward and backward, and MiB above the inputs at its peak; and milliseconds of forward
+    and backward in calls one after another, of which only the last is waited for, as in training."""
 
     forward: float
     both: float
     peak: float
+    in_a_row: float
 
     def text(self) -> str:
-        return f"{self.forward:.2f} / {self.both:.2f} / {self.peak:.0f}"
+        return f"{self.forward:.2f} / {self.both:.2f} / {self.peak:.0f} ({self.in_a_row:.2f} in a row)"
 
 
 def inputs(lengths: list[int], dim: int, *, delta: bool = False, per_head: bool = False, heads: int = HEADS):
@@ -133,17 +135,32 @@ def cost(forward, leaves: list[Tensor]) -> Cost:
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     with torch.no_grad():
         alone = milliseconds(forward)
-    return Cost(alone, milliseconds(step), peak)
+    return Cost(alone, milliseconds(step), peak, in_a_row(step))
 
 
-def attention() -> list[dict]:
+def in_a_row(function, limit: float = 0.3) -> float:
+    """The time of a call among as many as fill `limit` seconds, at least 5, without waiting between them."""
+    function()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    count = min(100, max(5, int(limit / (time.perf_counter() - begin))))
+    begin = time.perf_counter()
+    for _ in range(count):
+        function()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count * 1e3
+
+
+def attention(dims: list[int], lengths: list[int]) -> list[dict]:
     """Prints all lengths with 65,536 events in all and with one sample, beside attention."""
     records = []
     print("milliseconds of forward / of forward and backward / peak MiB, 8 heads, bfloat16")
-    for dim in (64, 128):
+    for dim in dims:
         for samples_of_one in (False, True):
             ahead: dict[str, int | None] = dict.fromkeys(FORMS)
-            for length in LENGTHS:
+            for length in lengths:
                 samples = 1 if samples_of_one else 65536 // length
                 costs = {}
                 for form, options in FORMS.items():
@@ -271,12 +288,14 @@ def compare(name: str, form: str, dim: int) -> dict:
     return {"form": form, "dim": dim, "errors of out, q, k, v, decay, beta": errors}
 
 
-def peers(dims: list[int]) -> list[dict]:
+def peers(dims: list[int], deadline: float, only_compile: bool) -> list[dict]:
     """Prints each form beside its peer on all shapes; forms without a peer are left out."""
     import fla
 
     begin = time.perf_counter()
-    compile_peers(dims, deadline=100)
+    compile_peers(dims, deadline)
+    if only_compile:
+        return []
     print(f"fla {fla.__version__}; milliseconds of forward / of forward and backward / peak MiB", flush=True)
     records = []
     for dim in dims:
@@ -334,11 +353,18 @@ def sasrec() -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["attention", "peers", "sasrec"])
-    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="widths of heads of `peers`")
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="widths of heads")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of `attention`")
+    parser.add_argument("--deadline", type=float, default=100, help="seconds in which `peers` compiles")
+    parser.add_argument("--only-compile", action="store_true", help="for a later `peers`, beside other work")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     begin = time.perf_counter()
-    measures = {"attention": attention, "peers": partial(peers, arguments.dims), "sasrec": sasrec}
+    measures = {
+        "attention": partial(attention, arguments.dims, arguments.lengths),
+        "peers": partial(peers, arguments.dims, arguments.deadline, arguments.only_compile),
+        "sasrec": sasrec,
+    }
     records = measures[arguments.what]()
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, {time.perf_counter() - begin:.0f} s")

@@ -62,6 +62,9 @@ class Variant:
     """Rows of a batch; None for `BATCH` of the dataset."""
 
     warmup: int = 50
+    targets: int | None = None
+    """Predictions of a row in a step of `tiger`; None for all."""
+
     mixer: str = "hstu"
     """What reads the history: "hstu", or linear attention with the "delta" rule or "gated"; `tiger` has its own."""
 
@@ -76,7 +79,8 @@ class Variant:
         special = f"dec{self.decoder_layers}" if self.writes_in_order else f"t{self.temperature}"
         sizes = f"w{self.width}-l{self.layers}-d{self.dropout}-e{self.epochs}-lr{self.lr:g}"
         mixer = "" if self.mixer == "hstu" else f"-{self.mixer}"
-        return f"{self.kind}/{self.bundle}-{sizes}-{special}{mixer}"
+        targets = "" if self.targets is None else f"-targets{self.targets}"
+        return f"{self.kind}/{self.bundle}-{sizes}-{special}{mixer}{targets}"
 
     def writer(self) -> str:
         """The message of the generator's writer and of its decoding, or the loss of a model of ids."""
@@ -100,7 +104,8 @@ class Variant:
     def reader(self) -> str:
         """The messages of the parts that read the history."""
         if self.kind == "tiger":
-            return f"encoder {{ {self.layers_of_tiger(self.layers)} }}"
+            drawn = "" if self.targets is None else f" targets_per_row: {self.targets}"
+            return f"encoder {{ {self.layers_of_tiger(self.layers)}{drawn} }}"
         shape = f"num_layers: {self.layers} num_heads: {self.heads} qk_dim: {self.width // self.heads}"
         shape = f"{shape} dropout: {self.dropout}"
         linear = f"linear {{ {shape} form: {self.mixer.upper()} }}"
@@ -143,6 +148,7 @@ VARIANTS = {
         _ordered(width=256, lr=2e-3, mixer="delta"),
         _tiger(),
         _tiger(epochs=40),
+        _tiger(epochs=40, targets=4),
         _tiger(dropout=0.3),
         _tiger(dropout=0.3, epochs=200),
         _tiger(dropout=0.3, layers=2, decoder_layers=2),
