@@ -293,7 +293,8 @@ def peers(dims: list[int], deadline: float, only_compile: bool) -> list[dict]:
     import fla
 
     begin = time.perf_counter()
-    compile_peers(dims, deadline)
+    if deadline:
+        compile_peers(dims, deadline)
     if only_compile:
         return []
     print(f"fla {fla.__version__}; milliseconds of forward / of forward and backward / peak MiB", flush=True)
@@ -355,7 +356,7 @@ def main() -> None:
     parser.add_argument("what", choices=["attention", "peers", "sasrec"])
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="widths of heads")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of `attention`")
-    parser.add_argument("--deadline", type=float, default=100, help="seconds in which `peers` compiles")
+    parser.add_argument("--deadline", type=float, default=100, help="seconds in which `peers` compiles; 0: not")
     parser.add_argument("--only-compile", action="store_true", help="for a later `peers`, beside other work")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
