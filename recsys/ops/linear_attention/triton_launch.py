@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from recsys.ops.linear_attention.chunks import ChunkTable
-from recsys.ops.linear_attention.triton_chunks import (
+from recsys.ops.linear_attention.triton_kernels import (
+    combine_kernel,
     decay_sums_kernel,
     gradients_kernel,
     out_kernel,
     prepare_kernel,
+    state_gradients_kernel,
+    states_kernel,
 )
-from recsys.ops.linear_attention.triton_scan import combine_kernel, state_gradients_kernel, states_kernel
 from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.triton_support import block_width, num_processors
 
