@@ -133,7 +133,7 @@ def tokens(name) -> Case:
 
 def linear_attention(kernel, dim, delta) -> Case:
     """Tokens in bfloat16. Gradients of the delta rule spill."""
-    from recsys.ops.linear_attention import triton_chunks, triton_launch, triton_scan
+    from recsys.ops.linear_attention import triton_kernels, triton_launch
     from recsys.ops.linear_attention.chunks import chunk_table_of
 
     q, layout = torch.empty(10, 4, dim, dtype=torch.bfloat16), SequenceLayout(torch.tensor([10]))
@@ -142,13 +142,16 @@ def linear_attention(kernel, dim, delta) -> Case:
     problem = triton_launch.problem_of(tensors, table, 1.0, None, False)
     strides, scan = {"STRIDE_V": 4 * dim, "HEAD_V": dim}, problem.scan_launch()
     function, constants = {
-        "prepare": (triton_chunks.prepare_kernel, problem.chunk_constants(**triton_launch.PREPARE_LAUNCH)),
-        "states": (triton_scan.states_kernel, problem.scan_constants(LOCAL=False, **strides, **scan)),
-        "local": (triton_scan.states_kernel, problem.scan_constants(LOCAL=True, **strides, **scan)),
-        "out": (triton_chunks.out_kernel, problem.out_constants() | strides),
-        "state_gradients": (triton_scan.state_gradients_kernel, problem.scan_constants(LOCAL=False, **scan)),
+        "prepare": (triton_kernels.prepare_kernel, problem.chunk_constants(**triton_launch.PREPARE_LAUNCH)),
+        "states": (triton_kernels.states_kernel, problem.scan_constants(LOCAL=False, **strides, **scan)),
+        "local": (triton_kernels.states_kernel, problem.scan_constants(LOCAL=True, **strides, **scan)),
+        "out": (triton_kernels.out_kernel, problem.out_constants() | strides),
+        "state_gradients": (
+            triton_kernels.state_gradients_kernel,
+            problem.scan_constants(LOCAL=False, **scan),
+        ),
         "gradients": (
-            triton_chunks.gradients_kernel,
+            triton_kernels.gradients_kernel,
             problem.chunk_constants(**problem.gradients_launch()),
         ),
     }[kernel]
@@ -230,14 +233,14 @@ def order(columns, padded) -> Case:
 
 
 def beams(name, values, children) -> Case:
-    from recsys.ops.beam_step import triton_kernels, triton_launch
+    from recsys.ops.beam_step import triton as beams
 
     types = dict.fromkeys(("logits", "scores", "out_scores"), "*fp32")
     types |= dict.fromkeys(("first", "token", "leaves", "seen_before"), "*i32")
-    sizes = {"BLOCK": triton_launch.READ, "STEP": triton_launch.STEP}
+    sizes = {"BLOCK": beams.READ, "STEP": beams.STEP}
     if name == "score_kernel":
-        sizes = triton_launch.sizes_of(values, children)
-    return Case(getattr(triton_kernels, name), types, sizes | {"CHILDREN": children})
+        sizes = beams.sizes_of(values, children)
+    return Case(getattr(beams, name), types, sizes | {"CHILDREN": children})
 
 
 def cases(build: Callable[..., Case], usual: list[tuple], slow: Iterable[tuple] = ()) -> list[Any]:

@@ -25,7 +25,7 @@ from torch.library import wrap_triton
 from recsys.ops.gated_norm import GateInputs, GateOptions
 from recsys.ops.gated_norm import reference as counter
 from recsys.ops.runtime.autograd import GradientBuffer
-from recsys.ops.runtime.column_sums import RowBlocks, row_blocks, sum_of_parts, with_dense_rows
+from recsys.ops.runtime.column_sums import RowBlocks, normed, row_blocks, sum_of_parts, with_dense_rows
 from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
@@ -220,14 +220,6 @@ def _dropped(value, keys, column, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _normed(a, inside, GROUP: tl.constexpr, EPS: tl.constexpr):
-    """Returns x [M, BLOCK], zero outside the group, and 1 / sqrt(variance + eps) [M, 1]."""
-    centred = tl.where(inside, a - tl.sum(a, 1, keep_dims=True) / GROUP, 0.0)
-    factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / GROUP + EPS)
-    return centred * factor, factor
-
-
-@triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
@@ -252,7 +244,7 @@ def forward_kernel(
     factor = tl.load(u + long_row * STRIDE_U + column, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         factor *= _sigmoid(factor)
-    x, _ = _normed(a, inside, GROUP, EPS)
+    x, _ = normed(a, inside, GROUP, EPS)
     scale = tl.load(weight + column, mask=place < GROUP, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=place < GROUP, other=0.0).to(tl.float32)
     y = factor * (x * scale + shift)
@@ -327,7 +319,7 @@ def backward_kernel(
         if SCALE != 1.0:
             keys = _keys(seed, row)
         grad_y = _dropped(grad_y, keys, in_out, THRESHOLD, SCALE)
-        x, deviation = _normed(a, inside, GROUP, EPS)
+        x, deviation = normed(a, inside, GROUP, EPS)
         grad_n = factor * grad_y
         grad_scale += x * grad_n
         grad_shift += grad_n

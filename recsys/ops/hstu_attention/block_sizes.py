@@ -79,11 +79,7 @@ BLOCKS = {
         (256, 2): Blocks(32, 32, 8, 2),
         **FORWARD_32,
     },
-    ("keys", False): {
-        (64, 2): Blocks(64, 64, 4, 3),
-        (128, 2): Blocks(64, 128, 8, 3),
-        **BACKWARD_32,
-    },
+    ("keys", False): {(64, 2): Blocks(64, 64, 4, 3), (128, 2): Blocks(64, 128, 8, 3), **BACKWARD_32},
     ("keys", True): {
         (64, 2): Blocks(32, 64, 4, 3),
         (128, 2): Blocks(16, 64, 8, 2),

@@ -281,12 +281,7 @@ def parts_of(
 
 
 def bias_arguments_of(
-    problem: Problem,
-    items: Tensor,
-    blocks: Blocks,
-    wrap: Wrap,
-    packed: bool = False,
-    rows_first: bool = True,
+    problem: Problem, items: Tensor, blocks: Blocks, wrap: Wrap, packed: bool = False, rows_first: bool = True
 ) -> list[Tensor | int]:
     """Return the arguments from `position_table` on; if `packed`, without the records."""
     layout, bias = problem.layout, problem.bias

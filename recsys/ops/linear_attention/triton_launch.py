@@ -182,11 +182,7 @@ def launch_forward(problem: Problem) -> Results:
 
 
 def launch_backward(
-    problem: Problem,
-    decay_dtype: torch.dtype,
-    starts: Tensor | None,
-    grad_out: Tensor,
-    grad_final: Tensor,
+    problem: Problem, decay_dtype: torch.dtype, starts: Tensor | None, grad_out: Tensor, grad_final: Tensor
 ) -> Gradients:
     """Launches the kernels of the backward pass, which recompute the chunks and states of the forward pass.
 

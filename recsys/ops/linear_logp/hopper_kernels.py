@@ -44,14 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.runtime.gluon_pieces import (
-    RAGGED_ROWS,
-    STRIP,
-    init_rings,
-    new_buffers,
-    new_ring,
-    next_stage,
-)
+from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, init_rings, new_buffers, new_ring, next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
 

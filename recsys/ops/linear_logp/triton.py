@@ -96,7 +96,7 @@ OF_WEIGHT = OF_HIDDEN | {
         128: Blocks(64, 128, 4, 2, programs=2),
         256: Blocks(128, 64, 8, 2),
         512: Blocks(64, 64, 8, 2),
-    },
+    }
 }
 
 SPLIT_WIDTH = {2: 128, 4: 0}

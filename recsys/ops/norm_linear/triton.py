@@ -24,6 +24,7 @@ from recsys.ops.runtime.column_sums import (
     RowBlocks,
     column_sums,
     linear,
+    normed,
     row_blocks,
     sum_of_parts,
     weight_gradient,
@@ -156,14 +157,6 @@ def _constants(width: int, eps: float, blocks: RowBlocks) -> dict[str, Any]:
     }
 
 
-@triton.jit
-def _normed(x, inside, W: tl.constexpr, EPS: tl.constexpr):
-    """Returns y [M, BLOCK], zero outside, and 1 / sqrt(variance + eps) [M, 1]."""
-    centred = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / W, 0.0)
-    factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / W + EPS)
-    return centred * factor, factor
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_kernel(
     x, weight, bias, out, num_rows,
@@ -176,7 +169,7 @@ def forward_kernel(
     inside = (row < num_rows) & (column < W)
     long_row = row.to(tl.int64)
     given = tl.load(x + long_row * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
-    y, _ = _normed(given, inside, W, EPS)
+    y, _ = normed(given, inside, W, EPS)
     scale = tl.load(weight + column, mask=column < W, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=column < W, other=0.0).to(tl.float32)
     tl.store(out + long_row * W + column, y * scale + shift, mask=inside)
@@ -216,7 +209,7 @@ def backward_kernel(
         next_x = tl.load(x + next_row * STRIDE + column, mask=next_inside, other=0.0)
         next_grad = tl.load(grad_n + next_row * W + column, mask=next_inside, other=0.0)
         next_added = tl.load(residual + next_row * STRIDE_R + column, mask=next_inside, other=0.0)
-        y, deviation = _normed(given, inside, W, EPS)
+        y, deviation = normed(given, inside, W, EPS)
         grad_scale += y * grad
         grad_shift += grad
         grad_y = scale * grad

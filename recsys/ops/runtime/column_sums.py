@@ -1,4 +1,4 @@
-"""Computes linear layers without gradients, and the gradients of their parameters; chooses blocks of rows.
+"""Computes linear layers without gradients, and the gradients of their parameters; has what norms share.
 
 The bias gets sums over the rows, and the weight gets a product. This module needs Triton.
 """
@@ -45,6 +45,15 @@ def sums_kernel(
         inside = (row < num_rows) & (column < W)
         sums += tl.load(x + row.to(tl.int64) * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + worker.to(tl.int64) * W + column, tl.sum(sums, 0, keep_dims=True), mask=column < W)
+
+
+@triton.jit
+def normed(x, inside, W: tl.constexpr, EPS: tl.constexpr):
+    """Returns the rows of x less their mean and divided by their deviation, [M, BLOCK], zero outside, and 1 /
+    sqrt(variance + eps) [M, 1]; a row has W entries."""
+    centred = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / W, 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / W + EPS)
+    return centred * factor, factor
 
 
 def column_sums(x: Tensor) -> Tensor:

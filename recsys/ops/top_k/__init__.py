@@ -43,13 +43,7 @@ class TopKFacts:
 
 
 def top_k(
-    queries: Tensor,
-    items: Tensor,
-    k: int,
-    *,
-    removed: Tensor,
-    removed_lengths: Tensor,
-    backend: str = "auto",
+    queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor, backend: str = "auto"
 ) -> TopK:
     """Computes the exact top-k items by inner product; equal scores are ordered by the item's index.
 

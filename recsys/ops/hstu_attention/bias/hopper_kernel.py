@@ -63,13 +63,7 @@ BLOCKS = Blocks(rows=STRIP.value, keys=STRIP.value, num_warps=WARPS, num_stages=
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    out: Gradients,
-    problem: Problem,
-    bias: RelativeBias,
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Gradients, problem: Problem, bias: RelativeBias
 ) -> Gradients:
     """Fills in `out` and adds the gradients of the tables; the tensors must satisfy `can_describe`.
 

@@ -377,11 +377,7 @@ def packed_tables(bias: RelativeBias, layout: SequenceLayout) -> PackedTables:
 
 
 def packed_arguments(
-    bias: RelativeBias,
-    tables: PackedTables,
-    layout: SequenceLayout,
-    items: Tensor,
-    rows_first: bool,
+    bias: RelativeBias, tables: PackedTables, layout: SequenceLayout, items: Tensor, rows_first: bool
 ) -> list[Tensor | int]:
     """Return what `bias_arguments` returns, for kernels with the inline assembly; `holds_edges` must hold.
 
@@ -477,12 +473,7 @@ def _near_buckets(
 
 
 def _records(
-    row_bounds: Tensor,
-    key_bounds: Tensor,
-    items: Tensor,
-    rows_first: bool,
-    longest: int,
-    num_buckets: int,
+    row_bounds: Tensor, key_bounds: Tensor, items: Tensor, rows_first: bool, longest: int, num_buckets: int
 ) -> Tensor:
     """Return the records, 16 bytes for each block of scores; see `records_kernel`."""
     bounds, num_blocks = (row_bounds, key_bounds), -(-longest // ptx.BLOCK_TOKENS)

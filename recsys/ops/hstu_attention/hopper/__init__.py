@@ -72,13 +72,7 @@ class HstuAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position_table: None,
-        time_table: None,
-        problem: Problem,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, position_table: None, time_table: None, problem: Problem
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.problem = problem
@@ -92,13 +86,7 @@ class HstuAttention(torch.autograd.Function):
 
 
 def _gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: Problem,
-    *,
-    captured: bool,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, captured: bool
 ) -> Gradients:
     """Computes the gradients in one pass, which sums dQ in any order, where that is allowed, supported and
     faster; otherwise in two.

@@ -41,10 +41,9 @@ from recsys.ops.hstu_attention import mask_forms, triton_kernels
 from recsys.ops.hstu_attention.hopper.forward import (
     WARPS,
     block_at,
-    counter_for,
+    launch_items,
     num_blocks,
     num_masked,
-    scalars,
     section_of,
 )
 from recsys.ops.hstu_attention.mask_forms import rules
@@ -70,7 +69,7 @@ from recsys.ops.runtime.gluon_pieces import (
     store_rows,
     tanh,
 )
-from recsys.ops.runtime.hopper_launch import launch, programs_for
+from recsys.ops.runtime.hopper_launch import launch
 
 
 class BackwardSizes(NamedTuple):
@@ -86,10 +85,7 @@ class BackwardSizes(NamedTuple):
 BACKWARD_STRIPS = 2
 """Strips of 64 keys per tile."""
 
-BACKWARD_SIZES = {
-    64: BackwardSizes(64, 4, 2, 240, 24),
-    128: BackwardSizes(64, 2, 1, 240, 24),
-}
+BACKWARD_SIZES = {64: BackwardSizes(64, 4, 2, 240, 24), 128: BackwardSizes(64, 2, 1, 240, 24)}
 """Sizes by head width, in columns."""
 
 LINE = 64
@@ -122,30 +118,19 @@ def backward(
     q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
     items = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask), problem.tail)
     sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
-    launch(
+    launch_items(
         backward_kernel,
-        (q.dtype, dim, mask, sizes),
-        programs_for(device, items.shape[0] * num_heads),
+        items,
+        (q, grad_out, k, v),
+        (sizes.rows, sizes.rows, keys, keys),
         (
-            Boxes(q, sizes.rows, dim),
-            Boxes(grad_out, sizes.rows, dim),
-            Boxes(k, keys, dim),
-            Boxes(v, keys, dim),
             Boxes(sums, sizes.rows, dim // BACKWARD_STRIPS),
-            Boxes(gradients[1], STRIP.value, dim),
-            Boxes(gradients[2], STRIP.value, dim),
+            *(Boxes(grad, STRIP.value, dim) for grad in gradients[1:]),
         ),
-        (items, counter_for(device, captured)),
-        (
-            items.shape[0],
-            num_heads,
-            q.stride(1),
-            grad_out.stride(1),
-            k.stride(1),
-            v.stride(1),
-            *scalars(problem),
-        ),
+        problem,
+        sizes,
         lambda: {**constants_of(sizes, mask), "D": dim},
+        captured=captured,
     )
     round_to(gradients[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
     return Gradients(*gradients)

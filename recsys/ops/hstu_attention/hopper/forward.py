@@ -28,7 +28,9 @@ product.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,10 +114,7 @@ SIZES = {
 """Sizes by head width, in columns. On the diagonal a strip sees one or three quarters of a block of 128 keys,
 but half or all of a block of 64 keys."""
 
-LONG_SIZES = {
-    64: ForwardSizes(64, 6, 3, True, 160, 32, 2),
-    128: ForwardSizes(64, 4, 3, False, 160, 32, 2),
-}
+LONG_SIZES = {64: ForwardSizes(64, 6, 3, True, 160, 32, 2), 128: ForwardSizes(64, 4, 3, False, 160, 32, 2)}
 """Sizes for rows that see many keys, by head width. Three strips share each block that is read, so a third
 less is read, and the tensor cores have work while one strip computes weights. At 128 columns the outputs
 leave through the two buffers of q."""
@@ -156,22 +155,42 @@ def forward(
     q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
     section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache, too
     items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail, STRIP.value)
-    num_items = items.shape[0]
-    launch(
-        forward_kernel,
-        (q.dtype, dim, mask, sizes),
-        programs_for(q.device, num_items * num_heads),
-        (
-            Boxes(q, STRIP.value, dim),
-            Boxes(k, sizes.keys, dim),
-            Boxes(v, sizes.keys, dim),
-            Boxes(out, STRIP.value, dim),
-        ),
-        (items, counter_for(q.device, captured)),
-        (num_items, num_heads, q.stride(1), k.stride(1), v.stride(1), *scalars(problem)),
-        lambda: forward_constants(dim, sizes, mask),
-    )
+    loaded, boxes = (q, k, v), (STRIP.value, sizes.keys, sizes.keys)
+    written = (Boxes(out, STRIP.value, dim),)
+    constants = partial(forward_constants, dim, sizes, mask)
+    launch_items(forward_kernel, items, loaded, boxes, written, problem, sizes, constants, captured=captured)
     return out
+
+
+def launch_items(
+    kernel: Any,
+    items: Tensor,
+    loaded: Sequence[Tensor],
+    rows: Sequence[int],
+    written: tuple[Boxes, ...],
+    problem: Problem,
+    sizes: Any,
+    constants: Callable[[], dict[str, Any]],
+    *,
+    captured: bool,
+) -> None:
+    """Launches a kernel for the heads of all items of a work list.
+
+    Args:
+        loaded: tensors [T, H, D] that the kernel loads in boxes of `rows` rows, by stride of a head.
+        written: boxes of the tensors that it writes.
+        sizes: everything besides the mask and the loaded tensors from which `constants` follow.
+    """
+    num_heads, dim, device = loaded[0].shape[1], loaded[0].shape[2], items.device
+    launch(
+        kernel,
+        (loaded[0].dtype, dim, problem.mask, sizes),
+        programs_for(device, items.shape[0] * num_heads),
+        (*(Boxes(tensor, size, dim) for tensor, size in zip(loaded, rows, strict=True)), *written),
+        (items, counter_for(device, captured)),
+        (items.shape[0], num_heads, *(tensor.stride(1) for tensor in loaded), *scalars(problem)),
+        constants,
+    )
 
 
 def sizes_for(dim: int, seen: float, window: int | None = None) -> ForwardSizes:

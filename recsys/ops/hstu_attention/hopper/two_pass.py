@@ -54,11 +54,10 @@ from recsys.ops.hstu_attention.hopper.forward import (
     WARPS,
     block_at,
     blocks_past,
-    counter_for,
+    launch_items,
     masked_block,
     num_blocks,
     num_masked,
-    scalars,
     section_of,
     visible,
 )
@@ -84,7 +83,6 @@ from recsys.ops.runtime.gluon_pieces import (
     store_rows,
     tanh,
 )
-from recsys.ops.runtime.hopper_launch import launch, programs_for
 
 
 class TwoPassSizes(NamedTuple):
@@ -126,91 +124,49 @@ def backward(
         return Gradients(*gradients)
     sizes = sizes or SIZES[q.shape[2]]
     operands = [with_loadable_rows(tensor) for tensor in (q, grad_out, k, v)]
-    launch_keys(operands, gradients[1], gradients[2], counter_for(q.device, captured), problem, sizes)
-    launch_rows(operands, gradients[0], counter_for(q.device, captured), problem, sizes)
+    launch_keys(operands, gradients[1:], problem, sizes, captured)
+    launch_rows(operands, gradients[0], problem, sizes, captured)
     return Gradients(*gradients)
 
 
 def launch_keys(
-    operands: list[Tensor],
-    grad_k: Tensor,
-    grad_v: Tensor,
-    counter: Tensor,
-    problem: Problem,
-    sizes: TwoPassSizes,
+    operands: list[Tensor], grads: list[Tensor], problem: Problem, sizes: TwoPassSizes, captured: bool
 ) -> None:
-    """Launches the kernel of dK and dV; `operands` are q, dO, k and v."""
-    q, grad_out, k, v = operands
-    _, num_heads, dim = q.shape
-    strip = STRIP.value
-    tile = STRIPS.value * strip if sizes.v_tiles else strip
-    section = _section(q, problem)
-    items = key_work(problem.mask, problem.layout, tile, sizes.rows, section, problem.tail)
+    """Launches the kernel of dK and dV, `grads`; `operands` are q, dO, k and v."""
+    q, dim = operands[0], operands[0].shape[2]
+    kernel = keys_kernel if sizes.v_tiles else wide_keys_kernel
     buffers = {"V_STAGES": sizes.v_tiles} if sizes.v_tiles else {}
-    launch(
-        keys_kernel if sizes.v_tiles else wide_keys_kernel,
-        (q.dtype, dim, problem.mask, sizes),
-        programs_for(q.device, items.shape[0] * num_heads),
-        (
-            Boxes(q, sizes.rows, dim),
-            Boxes(grad_out, sizes.rows, dim),
-            Boxes(k, tile, dim),
-            Boxes(v, tile, dim),
-            Boxes(grad_k, strip, dim),
-            Boxes(grad_v, strip, dim),
-        ),
-        (items, counter),
-        _numbers(items, operands, problem),
-        lambda: {
-            "BLOCK_M": sizes.rows,
-            "STAGES": sizes.stages,
-            **buffers,
-            **_constants(problem, dim, sizes),
-        },
-    )
+    tile = STRIPS.value * STRIP.value if sizes.v_tiles else STRIP.value
+    items = key_work(problem.mask, problem.layout, tile, sizes.rows, _section(q, problem), problem.tail)
+    rows = (sizes.rows, sizes.rows, tile, tile)
+    written = tuple(Boxes(grad, STRIP.value, dim) for grad in grads)
+
+    def constants() -> dict[str, Any]:
+        blocks = {"BLOCK_M": sizes.rows, "STAGES": sizes.stages}
+        return blocks | buffers | _constants(problem, dim, sizes)
+
+    launch_items(kernel, items, operands, rows, written, problem, sizes, constants, captured=captured)
 
 
 def launch_rows(
-    operands: list[Tensor], grad_q: Tensor, counter: Tensor, problem: Problem, sizes: TwoPassSizes
+    operands: list[Tensor], grad_q: Tensor, problem: Problem, sizes: TwoPassSizes, captured: bool
 ) -> None:
     """Launches the kernel of dQ; `operands` are q, dO, k and v."""
-    q, grad_out, k, v = operands
-    _, num_heads, dim = q.shape
-    strip, section = STRIP.value, _section(q, problem)
-    tile = STRIPS.value * strip
-    items = row_work(problem.mask, problem.layout, tile, sizes.keys, section, problem.tail)
-    launch(
-        rows_kernel,
-        (q.dtype, dim, problem.mask, sizes),
-        programs_for(q.device, items.shape[0] * num_heads),
-        (
-            Boxes(q, strip, dim),
-            Boxes(grad_out, strip, dim),
-            Boxes(k, sizes.keys, dim),
-            Boxes(v, sizes.keys, dim),
-            Boxes(grad_q, strip, dim),
-        ),
-        (items, counter),
-        _numbers(items, operands, problem),
-        lambda: {
-            "BLOCK_N": sizes.keys,
-            "K_STAGES": sizes.k_stages,
-            "V_STAGES": sizes.v_stages,
-            "APART": sizes.apart,
-            **_constants(problem, dim, sizes),
-        },
-    )
+    q, dim, strip = operands[0], operands[0].shape[2], STRIP.value
+    section = _section(q, problem)
+    items = row_work(problem.mask, problem.layout, STRIPS.value * strip, sizes.keys, section, problem.tail)
+    rows = (strip, strip, sizes.keys, sizes.keys)
+    written = (Boxes(grad_q, strip, dim),)
+
+    def constants() -> dict[str, Any]:
+        stages = {"K_STAGES": sizes.k_stages, "V_STAGES": sizes.v_stages, "APART": sizes.apart}
+        return {"BLOCK_N": sizes.keys} | stages | _constants(problem, dim, sizes)
+
+    launch_items(rows_kernel, items, operands, rows, written, problem, sizes, constants, captured=captured)
 
 
 def _section(q: Tensor, problem: Problem) -> int | None:
     return section_of(4 * q.shape[1] * q.shape[2], problem.mask)  # two operands of 16 bits per element
-
-
-def _numbers(items: Tensor, operands: list[Tensor], problem: Problem) -> tuple[int | float, ...]:
-    """Returns the numbers of both kernels in the order of their parameters, from `num_items` to
-    `group_size`."""
-    num_heads = operands[0].shape[1]
-    return (items.shape[0], num_heads, *(tensor.stride(1) for tensor in operands), *scalars(problem))
 
 
 def _constants(problem: Problem, dim: int, sizes: TwoPassSizes) -> dict[str, Any]:
