@@ -143,8 +143,8 @@ EXAMPLES = {
     "bucket_embedding": Example(
         lambda size: bucket.problem(size, 256, [65], torch.float32, hot=0.8),
         (
-            "bucket_embedding.segments.pieces_kernel",
-            "bucket_embedding.segments.shares_kernel",
+            "bucket_embedding.triton.pieces_kernel",
+            "bucket_embedding.triton.shares_kernel",
             "bucket_embedding.triton.embed_kernel",
         ),
         sizes=(1024, 2048, 4097, 20_000, 100_000),

@@ -15,7 +15,7 @@ from recsys.ops.attention_args import (
     scale_of,
 )
 from recsys.ops.hstu_attention import supports_sm90 as attention_supports_sm90
-from recsys.ops.hstu_attention import supports_triton as attention_supports_triton
+from recsys.ops.hstu_attention import supports_triton
 from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
@@ -23,7 +23,7 @@ from recsys.ops.relative_bias import CachedRelativeBias
 from recsys.ops.runtime.arguments import check_number
 from recsys.ops.runtime.dispatch import Op, Support
 
-__all__ = ["OP", "hstu_attention_cached"]
+__all__ = ["OP", "hstu_attention_cached", "supports_triton"]
 
 _CAUSAL = AttentionMask()
 
@@ -159,11 +159,6 @@ def supports_sm90(facts: AttentionFacts) -> Support:
     if missing:
         return able._replace(ok=False, reason=missing, auto=False)
     return able._replace(auto=able.auto and facts.num_units >= ENOUGH)
-
-
-def supports_triton(facts: AttentionFacts) -> Support:
-    """Supports what the Triton backend of `hstu_attention` does."""
-    return attention_supports_triton(facts)
 
 
 OP = Op("hstu_attention_cached", __name__, backends=("sm90", "triton", "reference"))

@@ -21,7 +21,7 @@ against 1280 of the tensor cores. Holding half of the keys' columns in registers
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -118,20 +118,15 @@ def backward(
     q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
     items = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask), problem.tail)
     sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
-    launch_items(
-        backward_kernel,
-        items,
-        (q, grad_out, k, v),
-        (sizes.rows, sizes.rows, keys, keys),
-        (
-            Boxes(sums, sizes.rows, dim // BACKWARD_STRIPS),
-            *(Boxes(grad, STRIP.value, dim) for grad in gradients[1:]),
-        ),
-        problem,
-        sizes,
-        lambda: {**constants_of(sizes, mask), "D": dim},
-        captured=captured,
-    )
+    rows = (sizes.rows, sizes.rows, keys, keys)
+    loaded = [Boxes(tensor, size, dim) for tensor, size in zip((q, grad_out, k, v), rows, strict=True)]
+    written = [Boxes(sums, sizes.rows, dim // BACKWARD_STRIPS)]
+    written += [Boxes(grad, STRIP.value, dim) for grad in gradients[1:]]
+
+    def constants() -> dict[str, Any]:
+        return {**constants_of(sizes, mask), "D": dim}
+
+    launch_items(backward_kernel, items, loaded, written, problem, sizes, constants, captured=captured)
     round_to(gradients[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
     return Gradients(*gradients)
 

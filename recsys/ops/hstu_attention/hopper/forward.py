@@ -155,19 +155,19 @@ def forward(
     q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
     section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache, too
     items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail, STRIP.value)
-    loaded, boxes = (q, k, v), (STRIP.value, sizes.keys, sizes.keys)
-    written = (Boxes(out, STRIP.value, dim),)
+    rows = (STRIP.value, sizes.keys, sizes.keys)
+    loaded = [Boxes(tensor, size, dim) for tensor, size in zip((q, k, v), rows, strict=True)]
+    written = [Boxes(out, STRIP.value, dim)]
     constants = partial(forward_constants, dim, sizes, mask)
-    launch_items(forward_kernel, items, loaded, boxes, written, problem, sizes, constants, captured=captured)
+    launch_items(forward_kernel, items, loaded, written, problem, sizes, constants, captured=captured)
     return out
 
 
 def launch_items(
     kernel: Any,
     items: Tensor,
-    loaded: Sequence[Tensor],
-    rows: Sequence[int],
-    written: tuple[Boxes, ...],
+    loaded: Sequence[Boxes],
+    written: Sequence[Boxes],
     problem: Problem,
     sizes: Any,
     constants: Callable[[], dict[str, Any]],
@@ -177,18 +177,19 @@ def launch_items(
     """Launches a kernel for the heads of all items of a work list.
 
     Args:
-        loaded: tensors [T, H, D] that the kernel loads in boxes of `rows` rows, by stride of a head.
+        loaded: boxes of the tensors [T, H, D] that the kernel loads; it also takes their strides of a head.
         written: boxes of the tensors that it writes.
         sizes: everything besides the mask and the loaded tensors from which `constants` follow.
     """
-    num_heads, dim, device = loaded[0].shape[1], loaded[0].shape[2], items.device
+    first, device = loaded[0].tensor, items.device
+    num_heads, dim = first.shape[1:]
     launch(
         kernel,
-        (loaded[0].dtype, dim, problem.mask, sizes),
+        (first.dtype, dim, problem.mask, sizes),
         programs_for(device, items.shape[0] * num_heads),
-        (*(Boxes(tensor, size, dim) for tensor, size in zip(loaded, rows, strict=True)), *written),
+        (*loaded, *written),
         (items, counter_for(device, captured)),
-        (items.shape[0], num_heads, *(tensor.stride(1) for tensor in loaded), *scalars(problem)),
+        (items.shape[0], num_heads, *(boxes.tensor.stride(1) for boxes in loaded), *scalars(problem)),
         constants,
     )
 

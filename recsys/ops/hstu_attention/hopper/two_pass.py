@@ -139,13 +139,14 @@ def launch_keys(
     tile = STRIPS.value * STRIP.value if sizes.v_tiles else STRIP.value
     items = key_work(problem.mask, problem.layout, tile, sizes.rows, _section(q, problem), problem.tail)
     rows = (sizes.rows, sizes.rows, tile, tile)
-    written = tuple(Boxes(grad, STRIP.value, dim) for grad in grads)
+    loaded = [Boxes(tensor, size, dim) for tensor, size in zip(operands, rows, strict=True)]
+    written = [Boxes(grad, STRIP.value, dim) for grad in grads]
 
     def constants() -> dict[str, Any]:
         blocks = {"BLOCK_M": sizes.rows, "STAGES": sizes.stages}
         return blocks | buffers | _constants(problem, dim, sizes)
 
-    launch_items(kernel, items, operands, rows, written, problem, sizes, constants, captured=captured)
+    launch_items(kernel, items, loaded, written, problem, sizes, constants, captured=captured)
 
 
 def launch_rows(
@@ -156,13 +157,14 @@ def launch_rows(
     section = _section(q, problem)
     items = row_work(problem.mask, problem.layout, STRIPS.value * strip, sizes.keys, section, problem.tail)
     rows = (strip, strip, sizes.keys, sizes.keys)
-    written = (Boxes(grad_q, strip, dim),)
+    loaded = [Boxes(tensor, size, dim) for tensor, size in zip(operands, rows, strict=True)]
+    written = [Boxes(grad_q, strip, dim)]
 
     def constants() -> dict[str, Any]:
         stages = {"K_STAGES": sizes.k_stages, "V_STAGES": sizes.v_stages, "APART": sizes.apart}
         return {"BLOCK_N": sizes.keys} | stages | _constants(problem, dim, sizes)
 
-    launch_items(rows_kernel, items, operands, rows, written, problem, sizes, constants, captured=captured)
+    launch_items(rows_kernel, items, loaded, written, problem, sizes, constants, captured=captured)
 
 
 def _section(q: Tensor, problem: Problem) -> int | None:
