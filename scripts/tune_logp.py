@@ -5,7 +5,7 @@
 
 The sizes are for bfloat16 without ids. Each choice is compiled and compared with the reference in a separate
 process, which may take `--seconds`, so that an illegal access affects only that choice. Choices that pass are
-timed one by one; enter the best ones into the tables of `recsys/ops/linear_logp/triton_ops.py`.
+timed one by one; enter the best ones into the tables of `recsys/ops/linear_logp/triton.py`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def problem(rows: int, candidates: int, width: int) -> tuple[Operands, RowOutput
 
 def run(choice: Choice, operands: Operands, outputs: RowOutputs) -> RowOutputs | Gradients:
     """Runs one pass with the chosen sizes; the upstream gradient is -1 for each logp."""
-    from recsys.ops.linear_logp import triton_ops
+    from recsys.ops.linear_logp import triton as triton_ops
 
     tables = {
         "forward": triton_ops.FORWARD,

@@ -31,7 +31,7 @@ from recsys.ops.hstu_attention import Problem, reference  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
 if TYPE_CHECKING:
-    from recsys.ops.hstu_attention.hopper.launch import ForwardSizes
+    from recsys.ops.hstu_attention.hopper.forward import ForwardSizes
 
 CHANGES: dict[int, tuple[list[dict[str, int | bool]], list[dict[str, int | bool]]]] = {
     64: (
@@ -51,7 +51,7 @@ ROUNDS, CALLS = 5, 4
 
 def choices_of(dim: int) -> list[ForwardSizes]:
     """Returns the sizes in use, and those that differ from them by one of `CHANGES`."""
-    from recsys.ops.hstu_attention.hopper.launch import LONG_SIZES, SIZES
+    from recsys.ops.hstu_attention.hopper.forward import LONG_SIZES, SIZES
 
     both = zip((SIZES, LONG_SIZES), CHANGES[dim], strict=True)
     return [sizes[dim]._replace(**change) for sizes, changes in both for change in changes]
@@ -68,10 +68,10 @@ def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
 
 def check(dim: int, number: int) -> float:
     """Returns the error of a choice on a ragged batch relative to the allowed one; above 1 is wrong."""
-    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
+    from recsys.ops.hstu_attention.hopper import forward
 
     problem, parts = inputs(torch.tensor([1, 64, 700, 129, 1000, 33]), dim, 2)
-    out = hopper_launch.forward(*parts, problem, choices_of(dim)[number]).double()
+    out = forward.forward(*parts, problem, choices_of(dim)[number]).double()
     want = reference.run(*(part.double() for part in parts), problem)
     theirs = reference.run(*parts, problem).double()
     ratio = float((out - want).norm() / (2 * (theirs - want).norm() + 1e-3 * want.norm()))
@@ -91,18 +91,18 @@ def milliseconds(run) -> list[float]:
 
 def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
     """Prints one line per choice and size of the sections, the fastest last."""
-    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
+    from recsys.ops.hstu_attention.hopper import forward
 
     sets = [inputs(shape.lengths, shape.dim, shape.heads, seed) for seed in range(2)]
     flop, choices = useful_flop(shape), choices_of(shape.dim)
     taken: dict[tuple[int, int], list[float]] = {pair: [] for pair in itertools.product(numbers, sections)}
     for _round in range(ROUNDS):
         for (number, section), times in taken.items():
-            hopper_launch.CACHED_BYTES = section * 2**20 if section else 2**60
+            forward.CACHED_BYTES = section * 2**20 if section else 2**60
 
             def run(i: int, sizes=choices[number]) -> None:
                 problem, parts = sets[i % 2]
-                hopper_launch.forward(*parts, problem, sizes)
+                forward.forward(*parts, problem, sizes)
 
             times += milliseconds(run)
     medians = {pair: statistics.median(times) for pair, times in taken.items()}

@@ -27,10 +27,10 @@ from recsys import environment  # noqa: E402
 environment.prefer_packaged_ptxas()
 from recsys.ops import AttentionMask, SequenceLayout  # noqa: E402
 from recsys.ops.hstu_attention import reference  # noqa: E402
+from recsys.ops.hstu_attention import triton as triton_launch  # noqa: E402
+from recsys.ops.hstu_attention.block_sizes import Blocks  # noqa: E402
 from recsys.ops.hstu_attention.problem import Gradients, Problem  # noqa: E402
-from recsys.ops.hstu_attention.triton import launch as triton_launch  # noqa: E402
-from recsys.ops.hstu_attention.triton.block_sizes import Blocks  # noqa: E402
-from recsys.ops.hstu_attention.triton.launch import unwrapped  # noqa: E402
+from recsys.ops.runtime.launch import unwrapped  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
 PRODUCTS = {"forward": 2, "described": 2, "keys": 4, "grad_k": 3, "grad_v": 2, "rows": 3}
@@ -88,7 +88,7 @@ def batch_of(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0) -> Batc
 def launch(choice: Choice, batch: Batch) -> list[torch.Tensor]:
     """Launch the kernel and return its outputs."""
     triton_launch.can_describe = lambda *_: choice.kernel == "described"
-    triton_launch.blocks_of = lambda *_, **__: choice.blocks
+    triton_launch.blocks_for = lambda *_: choice.blocks
     problem, given, out = batch
     if choice.kernel in ("forward", "described"):
         return [triton_launch.forward(*given[:3], problem)]

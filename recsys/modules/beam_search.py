@@ -19,7 +19,7 @@ from recsys.modules.code_decoder import CodeDecoder, select_paths
 from recsys.modules.code_encoder import EncodedCodes
 from recsys.modules.code_trie import CodeTrie
 from recsys.ops.beam_step import Beams, Extended, SeenLeaves, TrieEdges, beam_step, runs_on
-from recsys.ops.top_k.keys import items_of, keys_of, scores_of
+from recsys.ops.top_k import items_of, keys_of, scores_of
 
 
 class FoundItems(NamedTuple):

@@ -27,8 +27,8 @@ from recsys.ops.norm_linear import OP as NORM_LINEAR
 from recsys.ops.norm_linear import NormLinearFacts, NormLinearOptions
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.arguments import check_number
+from recsys.ops.runtime.autograd import SavedCalls
 from recsys.ops.runtime.dispatch import Op
-from recsys.ops.runtime.saved_function import SavedCalls
 
 LINEAR = "recsys.ops.runtime.column_sums"
 """The module that defines `LinearAdd`; it needs Triton."""
@@ -152,10 +152,7 @@ def _facts_of(
 def _kernels(op: Op, facts: Any, backend: str) -> ModuleType | None:
     """Returns the module with the autograd function of the backend that would run; None if it has none."""
     module = op.select(facts, backend)
-    if module.__name__.endswith(".reference"):
-        return None
-    separator = "." if hasattr(module, "__path__") else "_"  # a backend is a package or a module
-    return triton_support.load(f"{module.__name__}{separator}ops")
+    return None if module.__name__.endswith(".reference") else module
 
 
 class Weights(NamedTuple):

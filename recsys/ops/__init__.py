@@ -15,8 +15,8 @@ from recsys.ops.linear_attention import LinearAttention, linear_attention
 from recsys.ops.linear_logp import LinearLogp, linear_logp, linear_lse
 from recsys.ops.norm_linear import norm_linear
 from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
+from recsys.ops.runtime.autograd import GradientBuffer
 from recsys.ops.runtime.dispatch import explain, last_backend
-from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.segment_sum import segment_sum
 from recsys.ops.softmax_attention import softmax_attention
 from recsys.ops.softmax_attention.cached import softmax_attention_cached

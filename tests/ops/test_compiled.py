@@ -13,7 +13,7 @@ import torch
 
 from recsys.ops import SequenceLayout
 from recsys.ops.gated_norm import GateInputs, GateOptions
-from recsys.ops.hstu_attention.work_list.columns import NUM_CACHED_COLUMNS, NUM_COLUMNS
+from recsys.ops.hstu_attention.work_list.reference import NUM_CACHED_COLUMNS, NUM_COLUMNS
 from recsys.ops.linear_logp.recompute import Operands, OutputGrads, RequestedGrads
 from tests.ops import harness
 from tests.tools.assembled import SHARED_MEMORY, assemble, needs_compiler
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def embedding(width, kind, tables) -> Case:
-    from recsys.ops.bucket_embedding.triton_ops import embed_kernel
+    from recsys.ops.bucket_embedding.triton import embed_kernel
 
     types = {"x": kind, "table_0": "*fp32", "table_1": "*fp32", "out": "*fp32"}
     constants = _rows(width, 4) | {"TABLES": tables, "SCALE": width**0.5}
@@ -49,7 +49,7 @@ def embedding(width, kind, tables) -> Case:
 
 
 def _rows(width, itemsize) -> dict[str, Any]:
-    from recsys.ops.jagged.triton_ops import blocks_of, step_of
+    from recsys.ops.jagged.triton import blocks_of, step_of
 
     blocks = blocks_of(width, itemsize)
     sizes = {"BLOCK_M": blocks.rows, "BLOCK": blocks.columns, "STEP": step_of([width])}
@@ -58,30 +58,30 @@ def _rows(width, itemsize) -> dict[str, Any]:
 
 def segment_pieces(width, several, kind) -> Case:
     """`several`: whether a program has several segments."""
-    from recsys.ops.bucket_embedding import segments
-    from recsys.ops.jagged.triton_ops import step_of
+    from recsys.ops.bucket_embedding import triton as triton_ops
+    from recsys.ops.jagged.triton import step_of
 
-    block = min(1 << (width - 1).bit_length(), segments.LONGEST_BLOCK)
-    rows = segments.rows_of(block)
+    block = min(1 << (width - 1).bit_length(), triton_ops.LONGEST_BLOCK)
+    rows = triton_ops.rows_of(block)
     constants = {"W": width, "BLOCK_M": rows, "BLOCK": block, "STEP": step_of([width])}
     types = {"values": kind, "out": kind, "partial": "*fp32", "segments": "*i16"}
     constants["TOGETHER"] = rows if several else 1
-    return Case(segments.pieces_kernel, types, constants, wide=int(width % 64 == 0))
+    return Case(triton_ops.pieces_kernel, types, constants, wide=int(width % 64 == 0))
 
 
 def segment_shares(width) -> Case:
-    from recsys.ops.bucket_embedding import segments
+    from recsys.ops.bucket_embedding import triton as triton_ops
 
-    block = min(1 << (width - 1).bit_length(), segments.SHARE_COLUMNS)
-    constants = {"W": width, "BLOCK_M": segments.rows_of(block), "BLOCK": block}
+    block = min(1 << (width - 1).bit_length(), triton_ops.SHARE_COLUMNS)
+    constants = {"W": width, "BLOCK_M": triton_ops.rows_of(block), "BLOCK": block}
     types = {"out": "*fp32", "partial": "*fp32"}
-    return Case(segments.shares_kernel, types, constants, wide=int(width > 1))
+    return Case(triton_ops.shares_kernel, types, constants, wide=int(width > 1))
 
 
 def gate(kernel, width, groups, concat) -> Case:
     """Tokens in bfloat16, float32 parameters, dropout."""
-    from recsys.ops.gated_norm import triton_ops
-    from recsys.ops.runtime.row_blocks import row_blocks
+    from recsys.ops.gated_norm import triton as triton_ops
+    from recsys.ops.runtime.column_sums import row_blocks
 
     function, five = getattr(triton_ops, kernel), concat and kernel == "backward_kernel"
     per_warp = triton_ops.ENTRIES_PER_WARP_OF_FIVE if five else triton_ops.ENTRIES_PER_WARP
@@ -94,7 +94,7 @@ def gate(kernel, width, groups, concat) -> Case:
 
 def norm(kernel, width, tokens) -> Case:
     """Tokens of a type, float32 parameters."""
-    from recsys.ops.norm_linear import triton_ops
+    from recsys.ops.norm_linear import triton as triton_ops
     from recsys.ops.runtime import column_sums
 
     types = dict.fromkeys(("weight", "bias", "sums"), "*fp32")
@@ -111,7 +111,7 @@ def norm(kernel, width, tokens) -> Case:
 
 def gather(width, itemsize, sources) -> Case:
     """Indices by 64 bits, rows in the widest accesses that there are."""
-    from recsys.ops.jagged.triton_ops import gather_kernel
+    from recsys.ops.jagged.triton import gather_kernel
 
     moved = (*(f"source_{number}" for number in range(4)), "out")
     constants = {"SOURCES": sources, **_rows(width, itemsize)}
@@ -120,7 +120,7 @@ def gather(width, itemsize, sources) -> Case:
 
 
 def gather_sums(width, kind) -> Case:
-    from recsys.ops.jagged.triton_ops import sum_kernel
+    from recsys.ops.jagged.triton import sum_kernel
 
     return Case(sum_kernel, {"given": kind, "out": kind}, _rows(width, 4), wide=int(width > 1))
 
@@ -133,7 +133,7 @@ def tokens(name) -> Case:
 
 def linear_attention(kernel, dim, delta) -> Case:
     """Tokens in bfloat16. Gradients of the delta rule spill."""
-    from recsys.ops.linear_attention import triton_chunks, triton_launch, triton_scan
+    from recsys.ops.linear_attention import triton_kernels, triton_launch
     from recsys.ops.linear_attention.chunks import chunk_table_of
 
     q, layout = torch.empty(10, 4, dim, dtype=torch.bfloat16), SequenceLayout(torch.tensor([10]))
@@ -142,13 +142,16 @@ def linear_attention(kernel, dim, delta) -> Case:
     problem = triton_launch.problem_of(tensors, table, 1.0, None, False)
     strides, scan = {"STRIDE_V": 4 * dim, "HEAD_V": dim}, problem.scan_launch()
     function, constants = {
-        "prepare": (triton_chunks.prepare_kernel, problem.chunk_constants(**triton_launch.PREPARE_LAUNCH)),
-        "states": (triton_scan.states_kernel, problem.scan_constants(LOCAL=False, **strides, **scan)),
-        "local": (triton_scan.states_kernel, problem.scan_constants(LOCAL=True, **strides, **scan)),
-        "out": (triton_chunks.out_kernel, problem.out_constants() | strides),
-        "state_gradients": (triton_scan.state_gradients_kernel, problem.scan_constants(LOCAL=False, **scan)),
+        "prepare": (triton_kernels.prepare_kernel, problem.chunk_constants(**triton_launch.PREPARE_LAUNCH)),
+        "states": (triton_kernels.states_kernel, problem.scan_constants(LOCAL=False, **strides, **scan)),
+        "local": (triton_kernels.states_kernel, problem.scan_constants(LOCAL=True, **strides, **scan)),
+        "out": (triton_kernels.out_kernel, problem.out_constants() | strides),
+        "state_gradients": (
+            triton_kernels.state_gradients_kernel,
+            problem.scan_constants(LOCAL=False, **scan),
+        ),
         "gradients": (
-            triton_chunks.gradients_kernel,
+            triton_kernels.gradients_kernel,
             problem.chunk_constants(**problem.gradients_launch()),
         ),
     }[kernel]
@@ -160,7 +163,8 @@ def linear_attention(kernel, dim, delta) -> Case:
 
 def linear_logp(kernel, width, dtype, full) -> Case:
     """With everything optional (`full`), or with targets only, which is the loss over a catalogue."""
-    from recsys.ops.linear_logp import triton_kernels, triton_ops
+    from recsys.ops.linear_logp import triton as triton_ops
+    from recsys.ops.linear_logp import triton_kernels
 
     matrix, ids = torch.empty(0, width, dtype=dtype), torch.empty(0, dtype=torch.int64)
     optional = (ids, ids) if full else (None, None)
@@ -182,7 +186,7 @@ def linear_logp(kernel, width, dtype, full) -> Case:
 
 def top_k(kernel, width, dtype) -> Case:
     """A number of a query may spill, which is read once a group."""
-    from recsys.ops.top_k import triton_kernels, triton_launch
+    from recsys.ops.top_k import triton as triton_launch
 
     constants = {"D": width, "BLOCK_D": width, "STEP": triton_launch.STEP, "COPIED": dtype == torch.float32}
     constants |= {"GROUP": triton_launch.BLOCKS[width].group, "K": 16, "CLASSES": triton_launch.CLASSES}
@@ -190,11 +194,11 @@ def top_k(kernel, width, dtype) -> Case:
     types = dict.fromkeys(("widths", "share", "facts", "queries"), "*fp32")
     types |= dict.fromkeys(("removed", "removed_offsets", "best"), "*i64")
     types |= {"maxima": "*i32", "items": NAMES[dtype], "copy": "*fp16"}
-    return Case(getattr(triton_kernels, kernel), types, constants, "i32", spills=8)
+    return Case(getattr(triton_launch, kernel), types, constants, "i32", spills=8)
 
 
 def top_k_product(width) -> Case:
-    from recsys.ops.top_k import triton_kernels, triton_launch
+    from recsys.ops.top_k import triton as triton_launch
 
     blocks = triton_launch.BLOCKS[width]
     rows = {"query_rows": blocks.queries, "item_rows": blocks.group}
@@ -203,11 +207,11 @@ def top_k_product(width) -> Case:
     constants |= {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     types["maxima"] = "*i32"
     sass = ("HGMMA", "UTMALDG.2D")
-    return Case(triton_kernels.coarse_kernel, types, constants, "i32", spills=8, sass=sass)
+    return Case(triton_launch.coarse_kernel, types, constants, "i32", spills=8, sass=sass)
 
 
 def work_items(keys, window, tile, strip) -> Case:
-    from recsys.ops.hstu_attention.work_list.device import items_kernel
+    from recsys.ops.hstu_attention.work_list.kernels import items_kernel
 
     constants = {"KEYS": keys, "TILE": tile, "STRIP": strip, "BLOCK": 64, "SAMPLES": 32, "LANES": 128}
     constants |= dict.fromkeys(("WINDOWED", "TARGET_WINDOW", "TAIL"), window)
@@ -215,28 +219,28 @@ def work_items(keys, window, tile, strip) -> Case:
 
 
 def cached_work_items(window) -> Case:
-    from recsys.ops.hstu_attention.work_list.device import cached_items_kernel
+    from recsys.ops.hstu_attention.work_list.kernels import cached_items_kernel
 
     constants = {"TILE": 128, "BLOCK": 64, "WINDOWED": window, "TARGET_WINDOW": window}
     return Case(cached_items_kernel, {}, constants | {"CONTEXTUAL_READS": True, "LANES": 64, "SAMPLES": 32})
 
 
 def order(columns, padded) -> Case:
-    from recsys.ops.hstu_attention.work_list.device import order_kernel
+    from recsys.ops.hstu_attention.work_list.kernels import order_kernel
 
     constants = {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "COMPARED": 256}
     return Case(order_kernel, {}, constants)
 
 
 def beams(name, values, children) -> Case:
-    from recsys.ops.beam_step import triton_kernels, triton_launch
+    from recsys.ops.beam_step import triton as beams
 
     types = dict.fromkeys(("logits", "scores", "out_scores"), "*fp32")
     types |= dict.fromkeys(("first", "token", "leaves", "seen_before"), "*i32")
-    sizes = {"BLOCK": triton_launch.READ, "STEP": triton_launch.STEP}
+    sizes = {"BLOCK": beams.READ, "STEP": beams.STEP}
     if name == "score_kernel":
-        sizes = triton_launch.sizes_of(values, children)
-    return Case(getattr(triton_kernels, name), types, sizes | {"CHILDREN": children})
+        sizes = beams.sizes_of(values, children)
+    return Case(getattr(beams, name), types, sizes | {"CHILDREN": children})
 
 
 def cases(build: Callable[..., Case], usual: list[tuple], slow: Iterable[tuple] = ()) -> list[Any]:
@@ -330,17 +334,17 @@ def test_it_fits_and_accesses_are_wide(build, arguments, tmp_path):
 
 
 def traced_bucket_gradient():
-    from recsys.ops.bucket_embedding import segments, triton_ops
+    from recsys.ops.bucket_embedding import triton as triton_ops
 
     def sums(values, buckets):
         ordered = triton_ops.sorted_by_bucket(buckets, 5)
-        return segments.launch_sums(values, ordered, torch.float32, torch.library.wrap_triton)
+        return triton_ops.launch_sums(values, ordered, torch.float32, torch.library.wrap_triton)
 
     return sums, (torch.randn(33, 24), torch.randint(5, (33,))), 2
 
 
 def traced_gate(concat):
-    from recsys.ops.gated_norm import triton_ops
+    from recsys.ops.gated_norm import triton as triton_ops
 
     def both(*tensors):
         wrap, inputs, options = (
@@ -356,7 +360,7 @@ def traced_gate(concat):
 
 
 def traced_gather():
-    from recsys.ops.jagged import triton_ops
+    from recsys.ops.jagged import triton as triton_ops
 
     def both(first, second, index, places):
         wrap = torch.library.wrap_triton
@@ -390,7 +394,7 @@ def traced_linear_attention(delta):
 
 
 def traced_linear_logp():
-    from recsys.ops.linear_logp import triton_ops
+    from recsys.ops.linear_logp import triton as triton_ops
 
     def both(hidden, weight, scale, target):
         given = Operands(hidden, weight, None, scale, target, None, None)

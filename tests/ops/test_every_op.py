@@ -143,9 +143,9 @@ EXAMPLES = {
     "bucket_embedding": Example(
         lambda size: bucket.problem(size, 256, [65], torch.float32, hot=0.8),
         (
-            "bucket_embedding.segments.pieces_kernel",
-            "bucket_embedding.segments.shares_kernel",
-            "bucket_embedding.triton_ops.embed_kernel",
+            "bucket_embedding.triton.pieces_kernel",
+            "bucket_embedding.triton.shares_kernel",
+            "bucket_embedding.triton.embed_kernel",
         ),
         sizes=(1024, 2048, 4097, 20_000, 100_000),
         floor=1e-6,
@@ -153,40 +153,40 @@ EXAMPLES = {
     ),
     "gated_norm": Example(
         lambda size: gate.problem(size, 256, torch.bfloat16, **DROPOUT),
-        ("gated_norm.triton_ops.forward_kernel", "gated_norm.triton_ops.backward_kernel"),
+        ("gated_norm.triton.forward_kernel", "gated_norm.triton.backward_kernel"),
         compiled=lambda size: gate.problem(size, 64, torch.bfloat16, num_groups=2, **DROPOUT),
     ),
     "norm_linear": Example(
         lambda size: norm.problem(size, 256, torch.bfloat16, **PRODUCT),
         (
-            "norm_linear.triton_ops.forward_kernel",
-            "norm_linear.triton_ops.backward_kernel",
+            "norm_linear.triton.forward_kernel",
+            "norm_linear.triton.backward_kernel",
             "runtime.column_sums.sums_kernel",
         ),
     ),
     "gather_rows": Example(
         moves,
-        ("jagged.triton_ops.gather_kernel", "jagged.triton_ops.sum_kernel"),
+        ("jagged.triton.gather_kernel", "jagged.triton.sum_kernel"),
         compiled=moves,
     ),
     "linear_attention": Example(
         states,
         (
-            "linear_attention.triton_scan.states_kernel",
-            "linear_attention.triton_scan.state_gradients_kernel",
-            "linear_attention.triton_chunks.gradients_kernel",
+            "linear_attention.triton_kernels.states_kernel",
+            "linear_attention.triton_kernels.state_gradients_kernel",
+            "linear_attention.triton_kernels.gradients_kernel",
         ),
     ),
     "linear_attention-delta": Example(
-        partial(states, delta=True), ("linear_attention.triton_chunks.gradients_kernel",)
+        partial(states, delta=True), ("linear_attention.triton_kernels.gradients_kernel",)
     ),
     "linear_logp": Example(
         loss,
         (
             "linear_logp.triton_kernels.forward_kernel",
             "linear_logp.triton_kernels.backward_kernel",
-            "linear_logp.triton_rows.finish_kernel",
-            "linear_logp.triton_rows.upstream_kernel",
+            "linear_logp.triton_kernels.finish_kernel",
+            "linear_logp.triton_kernels.upstream_kernel",
         ),
         floor=2**-7,
         compiled=loss,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from recsys.ops.linear_logp.parallel import linear_logp_sharded
+from recsys.ops.linear_logp import linear_logp_sharded
 
 # PyTorch 2.13 renamed the function, and warns about the earlier name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

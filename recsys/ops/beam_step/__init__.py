@@ -4,7 +4,7 @@ A step of a beam search has some fifty small operations besides the top-k, each 
 its launch than in its work. `modules.beam_search` has them in plain PyTorch and calls this module where
 kernels run: on CUDA in eager mode, recorded as a CUDA graph or not. Compilers fuse the plain operations.
 
-This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_launch`.
+This module itself needs no Triton: the kernels and their launch are in `triton`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recsys.ops.runtime import triton_support
 MOST_VALUES = 4096
 """The most values of a code, and the most edges of a node: a program holds those of a beam."""
 
-_LAUNCH = f"{__name__}.triton_launch"
+_KERNELS = f"{__name__}.triton"
 
 
 class TrieEdges(NamedTuple):
@@ -97,4 +97,4 @@ def beam_step(logits: Tensor, beams: Beams, edges: TrieEdges, width: int, seen: 
         width: W, at most K * C.
         seen: the leaves to leave out.
     """
-    return triton_support.load(_LAUNCH).run(logits, beams, edges, width, seen)
+    return triton_support.load(_KERNELS).run(logits, beams, edges, width, seen)

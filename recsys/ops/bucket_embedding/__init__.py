@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.arguments import check_number
-from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime.dispatch import Op, Support
 
 __all__ = ["OP", "bucket_embedding"]
 
@@ -85,6 +86,12 @@ def _facts(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale
             if tensor.device != x.device:
                 raise ValueError(f"{name}[{number}] is on {tensor.device}, x on {x.device}")
     return BucketFacts(x.device.type, (x.dtype, *(table.dtype for table in tables)))
+
+
+def supports_triton(facts: BucketFacts) -> Support:
+    """Supports what `triton_support.support` does, for the dtypes of all tensors."""
+    answers = [triton_support.support(facts.device, dtype) for dtype in facts.dtypes]
+    return next((answer for answer in answers if not answer.ok), answers[0])
 
 
 OP = Op("bucket_embedding", __name__, backends=("triton", "reference"))

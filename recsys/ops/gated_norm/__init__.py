@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.arguments import check_float, check_number, kind_of
-from recsys.ops.runtime.dispatch import Op
-from recsys.ops.runtime.gradient_buffer import GradientBuffer
+from recsys.ops.runtime.autograd import GradientBuffer
+from recsys.ops.runtime.dispatch import Op, Support
 
 __all__ = ["OP", "new_seed", "gated_norm"]
 
@@ -67,7 +68,7 @@ def gated_norm(
     `norm(a) = (a - mean) / sqrt(variance + eps) * weight + bias`, with mean and (biased) variance of each
     row, or of each group of a row. `drop` sets an entry to 0 with probability `dropout` and divides the
     others by `1 - dropout`. The choice depends only on the seed and on the entry's row and column, the same
-    in every backend (`counter`), so no mask is stored for backward.
+    in every backend (see `reference`), so no mask is stored for backward.
 
     Args:
         attended: a, [T, W] floating point, the output of the attention.
@@ -145,6 +146,19 @@ def _check_seed(seed: Tensor, attended: Tensor) -> None:
         raise ValueError(f"seed must have shape [1], got {tuple(seed.shape)}")
     if seed.device != attended.device:
         raise ValueError(f"seed is on {seed.device}, attended on {attended.device}")
+
+
+MAX_WIDTH = 4096
+
+
+def supports_triton(facts: GateFacts) -> Support:
+    """Supports what `triton_support.support` does, for groups of up to 4096 columns: a program holds whole
+    groups."""
+    able = triton_support.support(facts.device, facts.dtype)
+    if able.ok and facts.group_width > MAX_WIDTH:
+        reason = f"a group has {facts.group_width} columns, it takes up to {MAX_WIDTH}"
+        return able._replace(ok=False, reason=reason)
+    return able
 
 
 OP = Op("gated_norm", __name__, backends=("triton", "reference"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from recsys.ops.attention_args import (
+    AttentionFacts,
     attention_facts,
     check_attention,
     check_bias,
@@ -15,9 +16,10 @@ from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime import embedding, triton_support
 from recsys.ops.runtime.arguments import check_number
-from recsys.ops.runtime.dispatch import Op
-from recsys.ops.runtime.gradient_buffer import GradientBuffer
+from recsys.ops.runtime.autograd import GradientBuffer
+from recsys.ops.runtime.dispatch import Op, Support
 
 __all__ = ["OP", "Problem", "attend", "hstu_attention"]
 
@@ -106,6 +108,38 @@ def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Ten
     layout, mask, alpha = problem.layout, problem.mask, problem.alpha
     OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=problem.scale_len, bias=problem.bias)
     return chosen.run(q, k, v, problem)
+
+
+WIDTHS = (64, 128, 256)
+"""Head widths, in columns, for which `hopper` has sizes."""
+
+MAX_DIM = 256
+
+
+def supports_sm90(facts: AttentionFacts) -> Support:
+    """Supports 16-bit heads with q, k and v of equal width and no bias, on a Hopper GPU."""
+    able = triton_support.hopper_support(facts.device, facts.dtype)
+    missing = _missing_from_the_call(facts) if able.ok else ""
+    return able._replace(ok=False, reason=missing) if missing else able
+
+
+def _missing_from_the_call(facts: AttentionFacts) -> str:
+    if facts.has_bias:
+        return "it has no relative bias"
+    if facts.dtype.itemsize != 2:
+        return f"it takes bfloat16 and float16, not {facts.dtype}"
+    if facts.qk_dim != facts.v_dim or facts.qk_dim not in WIDTHS:
+        return f"it takes heads of {WIDTHS} for q, k and v alike, not {facts.qk_dim} and {facts.v_dim}"
+    return embedding.reason_against()
+
+
+def supports_triton(facts: AttentionFacts) -> Support:
+    """Support what any Triton backend supports, with heads of up to 256 columns."""
+    able = triton_support.support(facts.device, facts.dtype)
+    for name, dim in (("qk_dim", facts.qk_dim), ("v_dim", facts.v_dim)):
+        if able.ok and dim > MAX_DIM:
+            return able._replace(ok=False, reason=f"{name} is {dim}, it takes up to {MAX_DIM}")
+    return able
 
 
 OP = Op("hstu_attention", __name__, backends=("sm90", "triton", "reference"))

@@ -17,7 +17,7 @@ from recsys.ops.attention_args import is_deterministic
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
-from recsys.ops.runtime.gradient_buffer import GradientBuffer
+from recsys.ops.runtime.autograd import GradientBuffer
 
 
 @dataclass(eq=False)  # Treat it as immutable: freezing it would cost several microseconds per call.

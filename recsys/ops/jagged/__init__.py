@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from recsys.ops.runtime.dispatch import Op, is_exporting
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Op, Support, is_exporting
 
 __all__ = ["OP", "gather_rows"]
 
@@ -125,6 +126,26 @@ def _check_inverse(inverse: Tensor, values: Tensor, num_maps: int, num_rows: int
             f"inverse must have shape {list(wanted)}, a place for each row of values, "
             f"got {tuple(inverse.shape)}"
         )
+
+
+MAX_ITEMSIZE = 8
+"""Largest integer, in bytes, as which rows are moved."""
+
+
+def supports_triton(facts: GatherFacts) -> Support:
+    """Support any dtype, since bits are moved; with several maps gradients are added in float32.
+
+    Exported graphs must name this backend: packages with these kernels have not yet passed a multithreading
+    test.
+    """
+    added = facts.num_maps > 1 and facts.dtype.is_floating_point
+    able = triton_support.support(facts.device, facts.dtype if added else torch.float32)
+    if facts.exported:
+        able = able._replace(auto=False)
+    if able.ok and facts.dtype.itemsize > MAX_ITEMSIZE:
+        reason = f"a number of {facts.dtype} has {facts.dtype.itemsize} bytes, it takes up to {MAX_ITEMSIZE}"
+        return able._replace(ok=False, reason=reason)
+    return able
 
 
 OP = Op("gather_rows", __name__, backends=("triton", "reference"))

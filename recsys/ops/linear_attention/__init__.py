@@ -15,8 +15,9 @@ from torch import Tensor
 from recsys.ops.attention_args import check_attention, scale_of
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.arguments import check_float, check_number
-from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime.dispatch import Op, Support
 
 __all__ = ["OP", "LinearAttention", "linear_attention"]
 
@@ -135,6 +136,18 @@ def _check_state(
                 f"initial_state must have shape [samples, heads, D, V] = {expected}, got "
                 f"{tuple(initial_state.shape)}"
             )
+
+
+MAX_WIDTH = 128
+
+
+def supports_triton(facts: LinearAttentionFacts) -> Support:
+    """Answers as `triton_support.support` does, for at most 128 key or value columns per head."""
+    able = triton_support.support(facts.device, facts.dtype)
+    width = max(facts.qk_dim, facts.v_dim)
+    if able.ok and width > MAX_WIDTH:
+        return able._replace(ok=False, reason=f"a head has {width} columns, it takes up to {MAX_WIDTH}")
+    return able
 
 
 OP = Op("linear_attention", __name__, backends=("triton", "reference"))

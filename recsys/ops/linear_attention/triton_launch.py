@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from recsys.ops.linear_attention.chunks import ChunkTable
-from recsys.ops.linear_attention.triton_chunks import (
+from recsys.ops.linear_attention.triton_kernels import (
+    combine_kernel,
     decay_sums_kernel,
     gradients_kernel,
     out_kernel,
     prepare_kernel,
+    state_gradients_kernel,
+    states_kernel,
 )
-from recsys.ops.linear_attention.triton_scan import combine_kernel, state_gradients_kernel, states_kernel
 from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.triton_support import block_width, num_processors
 
@@ -180,11 +182,7 @@ def launch_forward(problem: Problem) -> Results:
 
 
 def launch_backward(
-    problem: Problem,
-    decay_dtype: torch.dtype,
-    starts: Tensor | None,
-    grad_out: Tensor,
-    grad_final: Tensor,
+    problem: Problem, decay_dtype: torch.dtype, starts: Tensor | None, grad_out: Tensor, grad_final: Tensor
 ) -> Gradients:
     """Launches the kernels of the backward pass, which recompute the chunks and states of the forward pass.
 

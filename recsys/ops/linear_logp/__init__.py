@@ -2,7 +2,7 @@
 scores.
 
 `linear_lse` is the same without a true class, for positives that are not rows of the weight.
-`parallel.linear_logp_sharded` shards the rows of the weight over the ranks of a process group.
+`linear_logp_sharded` shards the rows of the weight over the ranks of a process group.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from recsys.ops.linear_logp.recompute import SHORTEST, Operands, Softmax, WeightShard, is_row
+from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.arguments import check_float, check_number, kind_of
-from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime.dispatch import Op, Support
 
-__all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
+__all__ = ["OP", "LinearLogp", "linear_logp", "linear_logp_sharded", "linear_lse"]
 
 
 NOTHING = -(2**31)
@@ -112,6 +114,51 @@ def linear_lse(
     """
     operands = operands_of(hidden, weight, None, bias, temperature, candidate_ids, target_ids)
     return run(operands, l2_normalize, backend, WeightShard(None)).lse
+
+
+def linear_logp_sharded(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    first_row: int,
+    num_rows: int,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    l2_normalize: bool = False,
+    backend: str = "auto",
+) -> LinearLogp:
+    """Computes `linear_logp` over the concatenated weight rows of all ranks, each of which trains its rows.
+
+    Every rank computes the maximum, the sum and the target's score of each row over its candidates;
+    reductions of [N] and [2, N] numbers merge them. Backward reduces the gradient of hidden, [N, D].
+
+    All ranks of the group call it, and call its backward, with the same `hidden`, `target` and temperature
+    and the same loss on top, as if each held the whole weight. Gradients of hidden and temperature are
+    complete and equal on every rank; that of weight is this rank's own.
+
+    Args:
+        hidden: [N, D] floating point.
+        weight: [V of this rank, D]; may have no rows.
+        target: [N] int64, rows of the whole weight, or `ignore_index`.
+        group: process group of the ranks.
+        first_row: index of this rank's first row in the whole weight.
+        num_rows: number of rows of the whole weight.
+        temperature, ignore_index, l2_normalize, backend: as in `linear_logp`.
+
+    Raises:
+        TypeError, ValueError: as `linear_logp`, and for rows outside the whole weight.
+    """
+    operands = operands_of(hidden, weight, target, None, temperature, None, None)
+    if not 0 <= first_row <= first_row + weight.shape[0] <= num_rows:
+        raise ValueError(
+            f"first_row = {first_row} and the {weight.shape[0]} rows of weight must lie within the "
+            f"num_rows = {num_rows} of all ranks"
+        )
+    target, ignore_index = checked(target, num_rows, ignore_index)
+    shard = WeightShard(ignore_index, num_rows, first_row, group)
+    return run(operands._replace(target=target), l2_normalize, backend, shard)
 
 
 def run(operands: Operands, l2_normalize: bool, backend: str, shard: WeightShard) -> LinearLogp:
@@ -232,6 +279,70 @@ def _check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
         raise ValueError(f"temperature must hold one number, got shape {tuple(temperature.shape)}")
     if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature.item()}")
+
+
+MAX_WIDTH = {2: 512, 4: 128}
+"""Widest rows of hidden that the Triton backend takes, in columns, by bytes per entry."""
+
+LIBRARY_FROM = 64
+"""Width in columns above which the library's float32 products are faster, forward and backward together."""
+
+
+def supports_triton(facts: LogpFacts) -> Support:
+    """Supports what `triton_support.support` does, up to `MAX_WIDTH`: a program holds whole rows of its
+    operand.
+
+    "auto" leaves wide float32 rows to the reference, whose library products are faster.
+    """
+    able = triton_support.support(facts.device, facts.dtype)
+    if facts.dtype.itemsize == 4 and facts.width > LIBRARY_FROM:
+        able = able._replace(auto=False)
+    if not able.ok or facts.width <= (max_width := MAX_WIDTH[facts.dtype.itemsize]):
+        return able
+    reason = f"hidden has {facts.width} columns, in {facts.dtype} it takes up to {max_width}"
+    return able._replace(ok=False, reason=reason)
+
+
+WIDEST_ON_HOPPER = 512
+"""Widest rows, in columns, for which `hopper` has block sizes."""
+
+LEAST_WEIGHT = 1 << 24
+"""Entries of the weight (items x columns) from which on "auto" takes the Hopper backend.
+
+Speedup over the Triton backend in wall-clock time, forward and backward, unit vectors, on one H200: 0.82 to
+0.91 with up to 100,000 x 64 entries, where the host limits a call (1.27 to 1.36 in GPU time alone); 1.71 with
+100,000 x 256, 1.86 with 100,000 x 512, 1.94 with 1,000,000 x 128. Without normalization: 1.06 to 1.19
+(experiments/2026-11-23-fewer-forms).
+"""
+
+
+def supports_sm90(facts: LogpFacts) -> Support:
+    """Supports 16-bit operands without bias and ids on a Hopper GPU; "auto" also requires `LEAST_WEIGHT`.
+
+    Each pass copies rows that have to be normalized or whose size in bytes is no multiple of 16. Normalized
+    rows are rounded once more than in the Triton backend.
+    """
+    able = triton_support.hopper_support(facts.device, facts.dtype)
+    if facts.weight_size < LEAST_WEIGHT:
+        able = able._replace(auto=False)
+    missing = _missing_from_the_call(facts) if able.ok else ""
+    return able._replace(ok=False, reason=missing) if missing else able
+
+
+def _missing_from_the_call(facts: LogpFacts) -> str:
+    for present, what in (
+        (facts.has_bias, "it adds no bias"),
+        (facts.has_ids, "it compares no ids"),
+        (facts.dtype.itemsize != 2, f"it takes bfloat16 and float16, not {facts.dtype}"),
+        (
+            facts.width > WIDEST_ON_HOPPER,
+            f"hidden has {facts.width} columns, it takes up to {WIDEST_ON_HOPPER}",
+        ),
+        (torch.compiler.is_compiling(), "a graph cannot hold it"),
+    ):
+        if present:
+            return what
+    return ""
 
 
 OP = Op("linear_logp", __name__, backends=("sm90", "triton", "reference"))

@@ -1,5 +1,5 @@
 """Launches the work per row of `linear_logp`, before and after the loops over scores, by the kernels of
-`triton_rows`; has what all launches share: padded operands and splits into parts."""
+`triton_kernels`; has what all launches share: padded operands and splits into parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.linear_logp.recompute import Operands, OutputGrads, RowOutputs, RowSums, is_row
-from recsys.ops.linear_logp.triton_rows import (
+from recsys.ops.linear_logp.triton_kernels import (
     finish_kernel,
     project_kernel,
     target_kernel,

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.arguments import check_float, check_number
-from recsys.ops.runtime.dispatch import Op
-from recsys.ops.runtime.gradient_buffer import GradientBuffer
+from recsys.ops.runtime.autograd import GradientBuffer
+from recsys.ops.runtime.dispatch import Op, Support
 
 __all__ = ["OP", "NormLinear", "norm_linear"]
 
@@ -128,6 +129,22 @@ def _facts(
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating point type, got {dtype}")
     return NormLinearFacts(x.device.type, x.dtype, dtype or x.dtype, width)
+
+
+MAX_WIDTH = 4096
+
+
+def supports_triton(facts: NormLinearFacts) -> Support:
+    """Supports what `triton_support.support` does, in eager mode, for rows of up to 4096 columns: a program
+    holds whole rows."""
+    able = triton_support.support(facts.device, facts.dtype)
+    if able.ok and facts.compute_dtype not in triton_support.DTYPES:
+        able = able._replace(ok=False, reason=f"it computes in 16 or 32 bits, not {facts.compute_dtype}")
+    if able.ok and torch.compiler.is_compiling():
+        return able._replace(ok=False, reason="a compiler makes kernels of the reference", auto=False)
+    if able.ok and facts.width > MAX_WIDTH:
+        return able._replace(ok=False, reason=f"x is {facts.width} wide, it takes up to {MAX_WIDTH}")
+    return able
 
 
 OP = Op("norm_linear", __name__, backends=("triton", "reference"))

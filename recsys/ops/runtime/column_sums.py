@@ -1,11 +1,11 @@
-"""Computes linear layers without gradients, and the gradients of their parameters.
+"""Computes linear layers without gradients, and the gradients of their parameters; has what norms share.
 
 The bias gets sums over the rows, and the weight gets a product. This module needs Triton.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,15 @@ def sums_kernel(
         inside = (row < num_rows) & (column < W)
         sums += tl.load(x + row.to(tl.int64) * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + worker.to(tl.int64) * W + column, tl.sum(sums, 0, keep_dims=True), mask=column < W)
+
+
+@triton.jit
+def normed(x, inside, W: tl.constexpr, EPS: tl.constexpr):
+    """Returns the rows of x less their mean and divided by their deviation, [M, BLOCK], zero outside, and 1 /
+    sqrt(variance + eps) [M, 1]; a row has W entries."""
+    centred = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / W, 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / W + EPS)
+    return centred * factor, factor
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -127,3 +136,23 @@ class LinearAdd(torch.autograd.Function):
         grad_weight = weight_gradient(grad, y, ctx.parameter_dtype) if needed[2] else None
         grad_bias = column_sums(grad_x).to(ctx.parameter_dtype) if needed[3] else None
         return grad_x, grad @ weight, grad_weight, grad_bias
+
+
+class RowBlocks(NamedTuple):
+    """Block sizes of a kernel."""
+
+    rows: int  # BLOCK_M, rows per block
+    columns: int  # BLOCK, columns per block, at least those of a row
+    num_warps: int
+
+
+def row_blocks(width: int, entries: int, entries_per_warp: int, least_warps: int) -> RowBlocks:
+    """Chooses blocks of about `entries` entries, or of a single row that has more."""
+    columns = block_width(width)
+    rows = max(1, entries // columns)
+    return RowBlocks(rows, columns, max(least_warps, rows * columns // entries_per_warp))
+
+
+def with_dense_rows(tensor: Tensor) -> Tensor:
+    """Returns the tensor with a last stride of 1 and a nonzero row stride, as kernels require."""
+    return tensor if tensor.stride(1) == 1 and tensor.stride(0) != 0 else tensor.contiguous()

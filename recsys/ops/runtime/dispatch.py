@@ -1,10 +1,11 @@
 """Chooses the implementation of an op for each call, and explains the choice.
 
 Every op has a list of backends, fastest first and `reference` last. A backend is the module `<op
-package>.<backend>` with `run(...)` and, unless it takes every call, `supports(facts) -> Support`; it may
-need packages that the machine lacks, and is slow to import only where it can run. `facts` are the op's
-static facts (device, dtype, sizes, kind of mask), never tensor values, so the same question can be asked
-when a config is loaded.
+package>.<backend>` with `run(...)` and, unless it takes every call, `supports(facts) -> Support`. A backend
+whose module needs Triton answers by `supports_<backend>(facts)` in the op's package instead, which works on
+every machine; its module is imported to run, and ahead where a GPU can run it. `facts` are the op's static
+facts (device, dtype, sizes, kind of mask), never tensor values, so the same question can be asked when a
+config is loaded.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.triton_support import SUPPORTED, Support
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +39,8 @@ _OPS: dict[str, Op] = {}
 _MODULES = {"sm90": "hopper"}
 """Module names of the backends whose module has a different name."""
 
-
-class Support(NamedTuple):
-    """A backend's answer. `reason` says what is missing and what would help; it is empty when `ok`.
-
-    `auto=False`: the machine does not suit the backend, so "auto" skips it silently, even if it is `ok` (as
-    for a kernel that runs on a CPU in an interpreter, for its tests).
-    """
-
-    ok: bool
-    reason: str = ""
-    auto: bool = True
-
-
-SUPPORTED = Support(True)
+_PRELOADS = {"triton": triton_support.preload, "sm90": triton_support.preload_gluon}
+"""Functions that import the modules of kernels ahead, by backend."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +87,17 @@ class Op:
         """Number of times that "auto" skipped a backend, by (backend, reason)."""
         self._watcher: Callable[..., None] | None = None
         self._modules: dict[str, ModuleType] = {}
+        self._paths = {backend: f"{package}.{_MODULES.get(backend, backend)}" for backend in self.backends}
+        answers = ((backend, f"supports_{backend}") for backend in self.backends)
+        home = vars(sys.modules[package])
+        self._kernel_supports = {backend: home[name] for backend, name in answers if name in home}
+        """`supports` of the backends whose modules need Triton."""
         for backend in self.backends[:-1]:
             with contextlib.suppress(ImportError):  # `_ask` reports it when this backend is requested
-                self._load(backend)
+                if backend in self._kernel_supports:
+                    _PRELOADS[backend](self._paths[backend])
+                else:
+                    self._load(backend)
         self._load(self.backends[-1])  # always importable; a traced call could not import it
         _OPS[name] = self
 
@@ -152,6 +152,8 @@ class Op:
         return Explanation(self.name, tuple((name, self._ask(name, facts)) for name in self.backends))
 
     def _ask(self, name: str, facts: Any) -> Support:
+        if name in self._kernel_supports:
+            return self._kernel_supports[name](facts)
         try:
             module = self._load(name)
         except ImportError as error:
@@ -159,8 +161,10 @@ class Op:
         return module.supports(facts) if hasattr(module, "supports") else SUPPORTED
 
     def _load(self, name: str) -> ModuleType:
+        if name in self._kernel_supports:
+            return triton_support.load(self._paths[name])
         if name not in self._modules:
-            self._modules[name] = importlib.import_module(f"{self.package}.{_MODULES.get(name, name)}")
+            self._modules[name] = importlib.import_module(self._paths[name])
         return self._modules[name]
 
     def _count_fallback(self, name: str, reason: str) -> None:

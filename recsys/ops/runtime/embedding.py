@@ -45,6 +45,8 @@ def embed(stand_in: Any, kernel: Any) -> None:
     Raises:
         TypeError: their parameters differ.
     """
+    if not hasattr(stand_in, "params"):  # Triton interprets kernels in this process and compiles none
+        return
     if _parameters(stand_in) != _parameters(kernel):
         raise TypeError(f"{stand_in.__name__} needs the parameters of {kernel.__name__}")
     _KERNELS[stand_in.__name__] = kernel

@@ -52,11 +52,7 @@ def flat_signature(*parts: type | dict[str, Any], returns: Any) -> Callable[[Cal
 
 
 def opaque_op(
-    name: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    devices: Sequence[str] = ("default",),
+    name: str, run: Callable[..., Any], fake: Callable[..., Any], *, devices: Sequence[str] = ("default",)
 ) -> Any:
     """Defines the op `recsys::<name>`.
 

@@ -11,11 +11,11 @@ import logging
 import os
 from functools import lru_cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from recsys import environment
-from recsys.ops.runtime.dispatch import Support
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,21 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 
 _MODULES: dict[str, ModuleType] = {}
 """Imported modules of kernels by name; needed because a traced call cannot import any."""
+
+
+class Support(NamedTuple):
+    """A backend's answer. `reason` says what is missing and what would help; it is empty when `ok`.
+
+    `auto=False`: the machine does not suit the backend, so "auto" skips it silently, even if it is `ok` (as
+    for a kernel that runs on a CPU in an interpreter, for its tests).
+    """
+
+    ok: bool
+    reason: str = ""
+    auto: bool = True
+
+
+SUPPORTED = Support(True)
 
 
 def support(device: str, dtype: torch.dtype) -> Support:

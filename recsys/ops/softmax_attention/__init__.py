@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recsys.ops.attention_args import (
-    attention_facts,
-    check_attention,
-    fits_flash,
-    scale_of,
-)
+from recsys.ops.attention_args import attention_facts, check_attention, fits_flash, scale_of
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime.arguments import check_number

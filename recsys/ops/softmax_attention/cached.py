@@ -71,11 +71,7 @@ def softmax_attention_cached(
         seen = row_intervals(mask, row, num_cached + chunk.history_end[:, None], cache_layout.num_contextual)
         column = torch.arange(cache_chunk.max_len, device=q.device).expand(num_cached.shape[0], -1)
         visible = torch.cat(
-            [
-                seen.contain(column) & is_cached[:, None],
-                seen.contain(row) & is_new[:, None],
-            ],
-            dim=2,
+            [seen.contain(column) & is_cached[:, None], seen.contain(row) & is_new[:, None]], dim=2
         )
         keys, values = torch.cat([cache_k_bKHD, k_bQHD], 1), torch.cat([cache_v_bKHV, v_bQHV], 1)
         heads = (tensor.transpose(1, 2) for tensor in (q_bQHD, keys, values))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Op, Support
 
 __all__ = ["OP", "TopK", "top_k"]
 
@@ -42,13 +43,7 @@ class TopKFacts:
 
 
 def top_k(
-    queries: Tensor,
-    items: Tensor,
-    k: int,
-    *,
-    removed: Tensor,
-    removed_lengths: Tensor,
-    backend: str = "auto",
+    queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor, backend: str = "auto"
 ) -> TopK:
     """Computes the exact top-k items by inner product; equal scores are ordered by the item's index.
 
@@ -101,6 +96,51 @@ def _facts(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_leng
             f"removed_lengths must be {queries.shape[0]} numbers that add up to {removed.shape[0]}"
         )
     return TopKFacts(queries.device.type, items.dtype, int(queries.shape[1]), k)
+
+
+MAX_WIDTH = 512
+
+MAX_K = 256
+
+
+def supports_triton(facts: TopKFacts) -> Support:
+    """Supports what `triton_support.support` does, for rows that fit a program and up to `MAX_K` items per
+    query."""
+    able = triton_support.support(facts.device, facts.dtype)
+    if not able.ok:
+        return able
+    if not 0 < facts.width <= MAX_WIDTH:
+        reason = f"vectors have {facts.width} numbers, it takes 1 to {MAX_WIDTH}"
+        return able._replace(ok=False, reason=reason)
+    if facts.k > MAX_K:
+        return able._replace(ok=False, reason=f"{facts.k} items are wanted, it finds up to {MAX_K}")
+    return able
+
+
+INDEX_BITS = 32
+LAST_ITEM = 2**INDEX_BITS - 1
+
+
+def keys_of(scores: Tensor, items: Tensor) -> Tensor:
+    """Packs scores and items into int64 keys: comparing keys also breaks ties.
+
+    The high half holds the bits of a float32 score in an order that rises with the score; the low half is
+    2^32 - 1 minus the item's index, so that among equal scores the first item has the greatest key.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0, to which it is equal
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (rising << INDEX_BITS) + (LAST_ITEM - items)
+
+
+def scores_of(keys: Tensor) -> Tensor:
+    """Returns the float32 scores of keys."""
+    rising = (keys >> INDEX_BITS).int()
+    return torch.where(rising < 0, rising ^ 0x7FFFFFFF, rising).view(torch.float32)
+
+
+def items_of(keys: Tensor) -> Tensor:
+    """Returns the int64 items of keys."""
+    return LAST_ITEM - (keys & LAST_ITEM)
 
 
 OP = Op("top_k", __name__, backends=("triton", "reference"))

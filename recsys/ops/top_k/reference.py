@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recsys.ops.top_k import TopK
-from recsys.ops.top_k.keys import items_of, keys_of, scores_of
+from recsys.ops.top_k import TopK, items_of, keys_of, scores_of
 
 BLOCK = 65_536
 """Items scored together; with 256 queries their float32 scores take 64 MiB."""

@@ -97,12 +97,12 @@ test_wrong_arguments_are_named = harness.refused(bucket_embedding, arguments, WR
 def small_blocks(monkeypatch):
     """Several programs, rows in several blocks of columns, buckets in several pieces, in the interpreter."""
     if INTERPRETED:
-        from recsys.ops.bucket_embedding import segments
-        from recsys.ops.jagged import triton_ops as rows
+        from recsys.ops.bucket_embedding import triton as triton_ops
+        from recsys.ops.jagged import triton as rows
 
         harness.shrink(monkeypatch, rows, BLOCK_BYTES=256, LONGEST_BLOCK=16)
         small = {"ENTRIES": 32, "LONGEST_BLOCK": 8, "SHORT_PIECE": 8, "PIECES": 4, "SMALLEST_PIECE": 8}
-        harness.shrink(monkeypatch, segments, SHARE_COLUMNS=4, **small)
+        harness.shrink(monkeypatch, triton_ops, SHARE_COLUMNS=4, **small)
 
 
 @interpreted
@@ -142,15 +142,15 @@ def sums_by_list(values, order, lengths):
 @pytest.mark.parametrize("piece", [8, 16])
 def test_segments_however_rows_are_cut(piece, together, monkeypatch):
     """Starts and ends on, before and behind the ends of pieces."""
-    from recsys.ops.bucket_embedding import segments
+    from recsys.ops.bucket_embedding import triton as triton_ops
 
-    monkeypatch.setattr(segments, "cuts_of", lambda *_: segments.Cuts(piece, together))
+    monkeypatch.setattr(triton_ops, "cuts_of", lambda *_: triton_ops.Cuts(piece, together))
     for lengths in ([8, 8, 16], [7, 1, 9, 15], [33], [1] * 40, [0, 31, 0, 1, 0], [16, 0, 0, 17], [0, 0]):
         counts = torch.tensor(lengths)
         values, order = torch.randn(sum(lengths), 5), torch.randperm(sum(lengths))
         bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         ids = torch.arange(len(lengths)).repeat_interleave(counts)
-        out = segments.launch_sums(values, segments.Segments(ids, bounds, order), torch.float32)
+        out = triton_ops.launch_sums(values, triton_ops.Segments(ids, bounds, order), torch.float32)
         harness.assert_close([out], [sums_by_list(values, order, lengths)], 1e-5)
 
 
@@ -158,12 +158,12 @@ def test_segments_however_rows_are_cut(piece, together, monkeypatch):
 @pytest.mark.parametrize("num_buckets", [1, 65, 100_000])
 def test_one_bucket_has_nearly_all_rows(num_buckets):
     """The same bits each time, and as exact as sums of float32 can be."""
-    from recsys.ops.bucket_embedding import segments, triton_ops
+    from recsys.ops.bucket_embedding import triton as triton_ops
 
     buckets = torch.cat([torch.arange(num_buckets), torch.full((262_144,), num_buckets // 2)]).cuda()
     values = torch.randn(len(buckets), 256, device="cuda")
     sums = [
-        segments.launch_sums(values, triton_ops.sorted_by_bucket(buckets, num_buckets), torch.float32)
+        triton_ops.launch_sums(values, triton_ops.sorted_by_bucket(buckets, num_buckets), torch.float32)
         for _ in range(2)
     ]
     assert torch.equal(*sums)
@@ -176,7 +176,7 @@ def test_one_bucket_has_nearly_all_rows(num_buckets):
 
 @pytest.mark.parametrize("size", [254, 255, 2**15 - 2, 2**15 - 1])
 def test_the_order_of_buckets_whatever_type_sorts_them(size):
-    triton_ops = pytest.importorskip("recsys.ops.bucket_embedding.triton_ops")
+    triton_ops = pytest.importorskip("recsys.ops.bucket_embedding.triton")
     given = [0, size - 1, 7, -1, size, 2**40, -(2**40), size - 1, 7, 0]
     ids, bounds, order = triton_ops.sorted_by_bucket(torch.tensor(given), size)
     assert ids.dtype.itemsize <= 4
@@ -216,7 +216,7 @@ def test_views_and_a_transposed_gradient(runner):
 @pytest.mark.parametrize("runner", runners("triton"))
 @pytest.mark.parametrize("rows", [0, 40])
 def test_the_library_op(rows, runner, monkeypatch):
-    from recsys.ops.bucket_embedding import triton_ops
+    from recsys.ops.bucket_embedding import triton as triton_ops
 
     if runner.is_interpreted:
         monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)

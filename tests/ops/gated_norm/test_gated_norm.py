@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.ops import gated_norm
-from recsys.ops.gated_norm import counter
+from recsys.ops.gated_norm import reference as counter
 from tests.ops import harness
 from tests.ops.harness import Problem, Runner, assert_is, assert_near, gradients, runners
 from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
@@ -215,7 +215,7 @@ test_wrong_arguments_are_named = harness.refused(gated_norm, arguments, WRONG)
 def small_blocks(monkeypatch):
     """Several blocks a worker in the interpreter."""
     if INTERPRETED:
-        from recsys.ops.gated_norm import triton_ops
+        from recsys.ops.gated_norm import triton as triton_ops
 
         harness.shrink(monkeypatch, triton_ops, ENTRIES=256, WORKERS_PER_PROCESSOR=1)
 
@@ -295,7 +295,7 @@ def test_nothing_is_written_past_the_last_row(monkeypatch):
 @pytest.mark.parametrize("rows", [0, 40])
 def test_the_library_ops(rows, runner, monkeypatch):
     """Schemas, shapes without numbers and gradients through the library, on which a compiler relies."""
-    from recsys.ops.gated_norm import triton_ops
+    from recsys.ops.gated_norm import triton as triton_ops
 
     if runner.is_interpreted:
         monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)

@@ -9,13 +9,14 @@ def emulated(monkeypatch):
     """The kernels run in the emulator, on three processors; memory for gradients holds NaN."""
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from recsys.ops.hstu_attention import Problem
-    from recsys.ops.hstu_attention.cached import hopper_kernel as cached_launch
-    from recsys.ops.hstu_attention.hopper import launch, two_pass
+    from recsys.ops.hstu_attention.cached import hopper as cached_launch
+    from recsys.ops.hstu_attention.hopper import backward, forward, two_pass
     from recsys.ops.runtime import hopper_launch
     from tests.tools.gluon_emulator import Emulated
 
     for module, names in (
-        (launch, ("forward_kernel", "backward_kernel")),
+        (forward, ("forward_kernel",)),
+        (backward, ("backward_kernel",)),
         (two_pass, ("keys_kernel", "wide_keys_kernel", "rows_kernel")),
         (cached_launch, ("candidates_kernel",)),
     ):

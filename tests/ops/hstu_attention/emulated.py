@@ -35,14 +35,14 @@ def results(layout: SequenceLayout, mask: AttentionMask, tensors: Sequence[Tenso
 
 def by_kernels(tensors, problem, passes, sizes=None, backward_sizes=None) -> list[dict[str, Tensor]]:
     """The results of each pass by name, "o" or "q", "k" and "v", in memory that held NaN."""
-    from recsys.ops.hstu_attention.hopper import launch, two_pass
+    from recsys.ops.hstu_attention.hopper import backward, forward, two_pass
 
     *given, cotangent = tensors
     passed = []
     if "forward" in passes:
-        passed.append({"o": launch.forward(*given, problem, sizes)})
-    if "one pass" in passes and given[0].shape[2] in launch.BACKWARD_SIZES:
-        grads = launch.backward(cotangent, *given, problem, backward_sizes)[:3]
+        passed.append({"o": forward.forward(*given, problem, sizes)})
+    if "one pass" in passes and given[0].shape[2] in backward.BACKWARD_SIZES:
+        grads = backward.backward(cotangent, *given, problem, backward_sizes)[:3]
         passed.append(dict(zip("qkv", grads, strict=True)))
     if "two passes" in passes:
         passed.append(dict(zip("qkv", two_pass.backward(cotangent, *given, problem)[:3], strict=True)))

@@ -14,9 +14,9 @@ from tests.tools.assembled import SHARED_MEMORY, Assembled, assemble, descriptor
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 pytestmark = needs_gluon
 
-from recsys.ops.hstu_attention.cached import hopper_kernel as cached_launch  # noqa: E402
-from recsys.ops.hstu_attention.hopper import launch, two_pass  # noqa: E402
-from recsys.ops.hstu_attention.hopper.launch import LONG_SIZES, SIZES  # noqa: E402
+from recsys.ops.hstu_attention.cached import hopper as cached_launch  # noqa: E402
+from recsys.ops.hstu_attention.hopper import backward, forward, two_pass  # noqa: E402
+from recsys.ops.hstu_attention.hopper.forward import LONG_SIZES, SIZES  # noqa: E402
 
 SPILLED = 128
 
@@ -60,9 +60,9 @@ def registers_of(sizes) -> dict[str, int]:
 def test_the_forward_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
     constants = {"D": dim, "BLOCK_N": sizes.keys, "STAGES": sizes.stages, "STRIPS": sizes.strips}
     constants |= {"HELD": sizes.held, "Q_TILES": sizes.q_tiles}
-    constants |= registers_of(sizes) | launch.rules(MASKS[mask])
+    constants |= registers_of(sizes) | forward.rules(MASKS[mask])
     rows = {"q_desc": 64, "o_desc": 64, "k_desc": sizes.keys, "v_desc": sizes.keys}
-    made = assembled(launch.forward_kernel, constants, rows, tmp_path)
+    made = assembled(forward.forward_kernel, constants, rows, tmp_path)
     made.check_resources(sizes.strips * sizes.computing_registers + sizes.loading_registers, SPILLED)
     loops = made.product_loops
     assert len(loops) == 2 * sizes.strips, "a loop with and one without a mask, for each strip"
@@ -84,15 +84,15 @@ def check_loop(loop, dim, keys):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", launch.BACKWARD_SIZES)
+@pytest.mark.parametrize("dim", backward.BACKWARD_SIZES)
 def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path):
-    sizes, keys = launch.BACKWARD_SIZES[dim], 64 * launch.BACKWARD_STRIPS
-    constants = launch.constants_of(sizes, MASKS[mask]) | {"D": dim}
+    sizes, keys = backward.BACKWARD_SIZES[dim], 64 * backward.BACKWARD_STRIPS
+    constants = backward.constants_of(sizes, MASKS[mask]) | {"D": dim}
     del constants["num_warps"]
     rows = {"q_desc": sizes.rows, "g_desc": sizes.rows, "k_desc": keys, "v_desc": keys}
     rows |= {"dk_desc": 64, "dv_desc": 64}
     part = descriptor_type("fp32", (1, 1, sizes.rows, dim // 2))
-    made = assembled(launch.backward_kernel, constants, rows, tmp_path, {"dq_desc": part})
+    made = assembled(backward.backward_kernel, constants, rows, tmp_path, {"dq_desc": part})
     assert made.shared <= SHARED_MEMORY and "serializ" not in made.report, made.report
     assert "UTMAREDG.4D.ADD" in made.sass
     # Triton's barriers of a warp group; those of the strips have numbers from 4 on.
@@ -100,7 +100,7 @@ def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path)
     # Products of a block: scores, dO V^T, a part of dQ, dV and dK. The second strip has in its loop with a
     # mask the way past rows that see nothing of it as well, with a part of dQ of its own.
     loops = made.product_loops
-    assert len(loops) == 2 * launch.BACKWARD_STRIPS
+    assert len(loops) == 2 * backward.BACKWARD_STRIPS
     part, others = keys // 16, 2 * dim // 16 + 2 * sizes.rows // 16
     texts = [" ".join(loop) for loop in loops]
     ways = [(text.count("HGMMA") - others) // part for text in texts]
@@ -136,7 +136,7 @@ def check_assembled(made, dim, block, num_loops, num_masked):
 def test_tiles_of_keys_assembled(tmp_path, dim, mask):
     sizes = two_pass.SIZES[dim]
     chosen = {"D": dim, "BLOCK_M": sizes.rows, "STAGES": sizes.stages}
-    chosen |= registers_of(sizes) | launch.rules(MASKS[mask])
+    chosen |= registers_of(sizes) | forward.rules(MASKS[mask])
     boxes = {"q_desc": sizes.rows, "g_desc": sizes.rows} | dict.fromkeys(("dk_desc", "dv_desc"), 64)
     if sizes.v_tiles == 0:
         boxes |= dict.fromkeys(("k_desc", "v_desc"), 64)
@@ -163,7 +163,7 @@ def test_tiles_of_keys_assembled(tmp_path, dim, mask):
 def test_tiles_of_rows_assembled(tmp_path, dim, mask):
     sizes = two_pass.SIZES[dim]
     chosen = {"D": dim, "BLOCK_N": sizes.keys, "K_STAGES": sizes.k_stages, "V_STAGES": sizes.v_stages}
-    chosen |= {"APART": sizes.apart} | registers_of(sizes) | launch.rules(MASKS[mask])
+    chosen |= {"APART": sizes.apart} | registers_of(sizes) | forward.rules(MASKS[mask])
     boxes = dict.fromkeys(("q_desc", "g_desc", "dq_desc"), 64) | dict.fromkeys(
         ("k_desc", "v_desc"), sizes.keys
     )

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops import AttentionMask
-from recsys.ops.hstu_attention.hopper import backward, launch, two_pass
+from recsys.ops.hstu_attention.hopper import backward, forward, two_pass
 from recsys.ops.jagged.mask import visible_pairs
 from tests.ops.cases import MASKS
 from tests.ops.hstu_attention.emulated import CAUSAL, CONTEXTUAL, EVERYTHING, LONG_MASKS, PASSES, check
@@ -76,14 +76,14 @@ def test_sizes(block, tile):
     """Buffers of keys with each number of strips, these with each number of buffers of rows, and the ways of
     the rows of q and the output with all three."""
     strips, q_tiles = TILES[tile]
-    sizes = launch.ForwardSizes(*BLOCKS[block], strips, (block + tile // 2) % 2 == 0, 160, 24, q_tiles)
+    sizes = forward.ForwardSizes(*BLOCKS[block], strips, (block + tile // 2) % 2 == 0, 160, 24, q_tiles)
     for mask in (AttentionMask(window=100, prefix=10), CAUSAL):
         check([(400, 5), (3, 0), (130, 60)], 2, mask, passes=("forward",), sizes=sizes)
 
 
 @pytest.mark.parametrize(("dim", "stages", "v_stages"), [(64, 2, 1), (64, 3, 2), (128, 2, 1), (128, 3, 2)])
 def test_sizes_of_the_backward_in_one_pass(dim, stages, v_stages):
-    sizes = launch.BackwardSizes(64, stages, v_stages, 240, 24)
+    sizes = backward.BackwardSizes(64, stages, v_stages, 240, 24)
     for mask in (AttentionMask(window=100, prefix=10), CAUSAL):
         check([(400, 5), (3, 0), (130, 60)], 2, mask, dim, passes=("one pass",), backward_sizes=sizes)
 
@@ -102,7 +102,7 @@ def test_widths_heads_and_many_tiles(dim):
     ids=str,
 )
 def test_sizes_by_how_many_keys_a_row_sees(dim, seen, window, strips, mask):
-    sizes = launch.sizes_for(dim, seen, window)
+    sizes = forward.sizes_for(dim, seen, window)
     assert sizes.strips == strips
     check([(300, 7), (0, 1), (193, 0), (64, 70)], 2, mask, dim, passes=("forward",), sizes=sizes)
 
@@ -123,7 +123,7 @@ def test_the_mask_by_keys(contextual):
     seen_by_keys = as_python(backward.seen_by_keys, stand_ins(Machine(0)))
     for mask in (*MASKS, *LONG_MASKS):
         rule = [Number(n) for n in (contextual, mask.window or 0, mask.prefix, mask.target_group_size)]
-        flags = tuple(launch.rules(mask).values())
+        flags = tuple(forward.rules(mask).values())
         for uih, targets in [(150, 3), (0, 2), (0, 0), (40, 150), (1, 30), (300, 0)]:
             end, length = contextual + uih, contextual + uih + targets
             tile = (Number(0), Number(length), Number(end), Number(0))

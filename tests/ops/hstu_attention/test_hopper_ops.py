@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops import AttentionMask, SequenceLayout, hstu_attention
-from recsys.ops.hstu_attention import hopper
-from recsys.ops.hstu_attention.hopper import launch, ops, two_pass
+from recsys.ops.hstu_attention import OP, hopper, supports_sm90
+from recsys.ops.hstu_attention.hopper import backward, two_pass
 from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
@@ -18,7 +18,7 @@ from tests.ops import harness
 from tests.ops.cases import layout_of, samples
 from tests.ops.hstu_attention.emulated import inputs, results
 
-OPS = {"hstu_attention_sm90": ops._run, "hstu_attention_sm90_backward": ops._run_backward}
+OPS = {"hstu_attention_sm90": hopper._run, "hstu_attention_sm90_backward": hopper._run_backward}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def arguments():
 def test_the_op_has_the_gradients_of_the_kernels():
     layout, tensors, problem = arguments()
     leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    out = ops.call_op(*leaves, replace(problem, deterministic=True))
+    out = hopper.call_op(*leaves, replace(problem, deterministic=True))
     got = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
     theirs, exact = (
         results(layout, problem.mask, tensors, dtype) for dtype in (torch.bfloat16, torch.float64)
@@ -67,12 +67,12 @@ def test_gradients_come_in_one_pass_where_rows_see_many_keys(
     length, batch, window, dim, deterministic, passes, monkeypatch
 ):
     taken = []
-    for number, module in ((1, launch), (2, two_pass)):
+    for number, module in ((1, backward), (2, two_pass)):
         monkeypatch.setattr(module, "backward", lambda *_args, number=number, **_rest: taken.append(number))
     layout = SequenceLayout(torch.full((batch,), length))
     problem = Problem(layout, AttentionMask(window=window), 1.0, 1.0, deterministic=deterministic)
     q = torch.empty(layout.total_len, 1, dim, device="meta")
-    ops._gradients(q, q, q, q, problem, captured=False)
+    hopper._gradients(q, q, q, q, problem, captured=False)
     assert taken == [passes]
 
 
@@ -94,11 +94,12 @@ def test_a_compiler_finds_one_node_and_no_questions_to_the_machine(monkeypatch):
         subprocess.run(["true"], check=True)  # nothing that could be traced
         return ""
 
-    supports, seen = hopper.supports, []
-    monkeypatch.setattr(hopper, "supports", lambda facts: supports(replace(facts, device="cuda")))
+    seen = []
+    answers = {"sm90": lambda facts: supports_sm90(replace(facts, device="cuda"))}
+    monkeypatch.setattr(OP, "_kernel_supports", OP._kernel_supports | answers)
     monkeypatch.setattr(triton_support, "support", lambda device, dtype: Support(True))
     monkeypatch.setattr(triton_support, "_looked_for_hopper", asked)
-    monkeypatch.setitem(triton_support._MODULES, hopper._OPS, ops)
+    monkeypatch.setitem(triton_support._MODULES, hopper.__name__, hopper)
 
     def attend(q, k, v, lengths, offsets, num_targets):
         layout = SequenceLayout.trusted(lengths, offsets, num_targets, 2, q.shape[0], q.shape[0], q.shape[0])

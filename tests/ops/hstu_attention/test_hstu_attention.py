@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.hstu_attention import reference
-from recsys.ops.hstu_attention.triton.block_sizes import Blocks
+from recsys.ops.hstu_attention.block_sizes import Blocks
 from recsys.ops.relative_bias import time_bucket
 from tests.ops import cases, harness
 from tests.ops.attention import BIAS, by_loops, problem
@@ -35,11 +35,11 @@ def small_blocks(monkeypatch):
     """Several tiles a sample, several blocks a tile, of different sizes in either direction."""
     if not INTERPRETED:
         return
-    from recsys.ops.hstu_attention.triton import launch as triton_launch
+    from recsys.ops.hstu_attention import triton as triton_launch
 
     sizes = {"forward": Blocks(16, 8, 4, 1), "keys": Blocks(8, 16, 4, 1), "rows": Blocks(8, 8, 4, 1)}
     sizes |= {"grad_k": Blocks(8, 8, 4, 1), "grad_v": sizes["keys"], "tables": Blocks(16, 8, 4, 1)}
-    monkeypatch.setattr(triton_launch, "blocks_of", lambda kernel, *_: sizes[kernel])
+    monkeypatch.setattr(triton_launch, "blocks_for", lambda kernel, *_: sizes[kernel])
 
 
 def check(given, runner):
@@ -91,8 +91,8 @@ def test_times_near_and_far_in_any_order(kind, runner):
 @interpreted
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(30, 5)], ids=str)
 def test_tables_by_several_workers_near_the_diagonal_and_far_from_it(mask, monkeypatch):
+    from recsys.ops.hstu_attention import triton as triton_launch
     from recsys.ops.hstu_attention.bias import table_kernels
-    from recsys.ops.hstu_attention.triton import launch as triton_launch
 
     monkeypatch.setattr(triton_launch, "num_processors", lambda device: 3)
     monkeypatch.setattr(triton_launch, "PROGRAMS_PER_PROCESSOR", 1)
@@ -164,7 +164,7 @@ def test_lower_precision_of_the_reference_stays_near_float64(dtype):
 @pytest.mark.parametrize("mask", [MASKS[0], AttentionMask(5, 4, True, 3)], ids=str)
 def test_float16_with_one_kernel_for_keys_and_with_two(mask, keys_kernels, monkeypatch):
     """At most twice as far from float64 as the reference in float16. The interpreter lacks bfloat16."""
-    from recsys.ops.hstu_attention.triton import launch as triton_launch
+    from recsys.ops.hstu_attention import triton as triton_launch
 
     monkeypatch.setattr(triton_launch, "keys_kernels", lambda *_: keys_kernels)
     given = problem(SHAPES, 3, mask, dims=(16, 7), scale_len=64).cast(torch.float16)
@@ -262,7 +262,7 @@ def test_scores_as_large_as_they_get_are_masked_and_finite(runner):
 @pytest.mark.parametrize("shapes", [[(9, 5), (0, 0), (3, 0)], [(0, 0)]])
 def test_the_library_ops(shapes, monkeypatch):
     """Schemas, shapes without numbers, gradients: a compiler relies on them. D != V, a strided input."""
-    from recsys.ops.hstu_attention.triton import ops
+    from recsys.ops.hstu_attention import triton as ops
 
     monkeypatch.setattr(ops, "wrap_triton", WithNumbersOnly)
     monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
@@ -282,7 +282,7 @@ def test_the_library_ops(shapes, monkeypatch):
 
 @interpreted
 def test_edges_of_time_buckets_are_those_of_the_definition():
-    from recsys.ops.hstu_attention.bias.launch import time_edges
+    from recsys.ops.hstu_attention.bias.kernels import time_edges
 
     edges = time_edges(100)
     assert edges[0] == 1 and edges[-1] == 2**63 - 1 and len(edges) == 101

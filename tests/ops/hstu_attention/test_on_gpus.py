@@ -51,9 +51,9 @@ def usable(request, monkeypatch):
     support = dict(explain("hstu_attention", *arguments, scale_len=1).rows)["sm90"]
     if not support.ok:
         pytest.skip(support.reason)
-    from recsys.ops.hstu_attention.hopper import ops
+    from recsys.ops.hstu_attention import hopper
 
-    monkeypatch.setattr(ops, "ONE_PASS_ABOVE", dict.fromkeys((64, 128), (-1, -1)))
+    monkeypatch.setattr(hopper, "ONE_PASS_ABOVE", dict.fromkeys((64, 128), (-1, -1)))
 
 
 def check(runner, *given, **rest):
@@ -127,10 +127,10 @@ def test_masks(runner, mask):
 @pytest.mark.parametrize("dim", [64, 128])
 @on_hopper
 def test_masks_with_the_tiles_of_long_rows(runner, dim, mask, monkeypatch):
-    from recsys.ops.hstu_attention.hopper import launch
+    from recsys.ops.hstu_attention.hopper import forward
 
     for many in ("MANY_KEYS", "MANY_IN_WINDOW"):
-        monkeypatch.setattr(launch, many, 0)
+        monkeypatch.setattr(forward, many, 0)
     shapes = [(150, 3), (0, 2), (0, 0), (700, 0), (1, 140), (193, 20)]
     for contextual in (3, 70):
         check(runner, shapes, contextual, (dim, dim), torch.bfloat16, mask=mask)
@@ -150,7 +150,7 @@ def test_deterministic_means_the_same_bits(runner, dim, rows):
 @by_width
 def test_other_sizes_in_any_order_use_one_artefact_and_stay_right(runner, dim):
     if runner.backend == "triton":
-        from recsys.ops.hstu_attention.triton.forward import forward_kernel
+        from recsys.ops.hstu_attention.triton_kernels import forward_kernel
     else:
         from recsys.ops.hstu_attention.hopper.forward import forward_kernel
 

@@ -11,7 +11,7 @@ import torch
 
 from recsys import environment
 from recsys.ops import AttentionMask, CachedRelativeBias, SequenceLayout
-from recsys.ops.hstu_attention.triton.block_sizes import BLOCKS, CHOSEN_WITH, SMALL_BLOCKS
+from recsys.ops.hstu_attention.block_sizes import BLOCKS, CHOSEN_WITH, SMALL_BLOCKS
 from tests.tools.assembled import SHARED_MEMORY, assembled, compile_kernel
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
@@ -93,15 +93,12 @@ def cases_of(sizes):
 
 def compiled(folder, kernel, biased, width, itemsize, *, precision="tf32x3", sizes=SIZES, capability=90):
     """The PTX of a kernel with everything that the mask can ask of it."""
+    from recsys.ops.hstu_attention import triton_kernels
     from recsys.ops.hstu_attention.bias import table_kernels
-    from recsys.ops.hstu_attention.cached import triton_ops
-    from recsys.ops.hstu_attention.triton import backward, forward
+    from recsys.ops.hstu_attention.cached import triton as cached
 
-    modules = {"forward": forward, "described": forward, "cached": triton_ops}
-    modules |= {"split": triton_ops}
-    modules |= {"packed_forward": forward, "packed_described": forward}
-    modules |= {"tables": table_kernels, "other_tables": table_kernels}
-    module = modules.get(kernel, backward)
+    modules = {"cached": cached, "split": cached, "tables": table_kernels, "other_tables": table_kernels}
+    module = modules.get(kernel, triton_kernels)
     function = getattr(module, KERNELS[kernel])
     blocks = sizes[kernel, biased][width, itemsize]
     constants = {"D": width, "V": width, "BLOCK_D": width, "BLOCK_V": width}
@@ -222,8 +219,8 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    from recsys.ops.hstu_attention import triton as launch
     from recsys.ops.hstu_attention.problem import FlatProblem
-    from recsys.ops.hstu_attention.triton import launch
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     rest = (2, 3, 1, False, 1, True, 0.1, 64.0, True)
@@ -252,7 +249,7 @@ def test_a_traced_graph_holds_the_cached_kernel(monkeypatch):
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from recsys.ops.hstu_attention.cached import triton_ops
+    from recsys.ops.hstu_attention.cached import triton as triton_ops
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     mask = AttentionMask(window=2, prefix=3, target_window=True)

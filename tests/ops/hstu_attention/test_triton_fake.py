@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
+from recsys.ops.hstu_attention import triton as ops
+from recsys.ops.hstu_attention import triton as triton_launch
 from recsys.ops.hstu_attention import work_list
-from recsys.ops.hstu_attention.bias import launch as bias_launch
-from recsys.ops.hstu_attention.cached import triton_ops as cached_ops
-from recsys.ops.hstu_attention.triton import launch as triton_launch
-from recsys.ops.hstu_attention.triton import ops
+from recsys.ops.hstu_attention.bias import kernels as bias_kernels
+from recsys.ops.hstu_attention.cached import triton as cached_ops
 
 BATCH, TOTAL, CACHED, HEADS, DIM, V_DIM = 3, 50, 90, 2, 16, 24
 
@@ -28,16 +28,16 @@ def on_a_gpu(monkeypatch):
             ("forward_kernel", "keys_kernel", "rows_kernel", "diagonals_kernel", "others_kernel"),
         ),
         (cached_ops, ("cached_kernel",)),
-        (bias_launch, ("times_kernel",)),
+        (bias_kernels, ("times_kernel",)),
     ):
         for name in kernels:
             monkeypatch.setattr(module, name, Wrapped())
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel, raising=False)
     monkeypatch.setattr(ops, "wrap_triton", lambda kernel: kernel)
-    bias_launch._sent.cache_clear()
+    bias_kernels._sent.cache_clear()
     with FakeTensorMode():
         yield
-    assert bias_launch._sent.cache_info().currsize == 0
+    assert bias_kernels._sent.cache_info().currsize == 0
 
 
 class Wrapped:
@@ -99,8 +99,8 @@ def test_a_list_of_lengths_without_numbers_comes_from_no_kernel():
 
 
 def test_constants_of_a_graph_are_not_those_that_are_kept(monkeypatch):
-    monkeypatch.setattr(bias_launch, "_sent", lambda *_arguments: "kept")
+    monkeypatch.setattr(bias_kernels, "_sent", lambda *_arguments: "kept")
     monkeypatch.setattr(torch, "tensor", lambda *_arguments, device: "new")
     cuda = torch.device("cuda")
-    assert bias_launch._constant((1, 2), cuda, triton_launch.unwrapped) == "kept"
-    assert bias_launch._constant((1, 2), cuda, lambda kernel: kernel) == "new"
+    assert bias_kernels.constant((1, 2), cuda, triton_launch.unwrapped) == "kept"
+    assert bias_kernels.constant((1, 2), cuda, lambda kernel: kernel) == "new"

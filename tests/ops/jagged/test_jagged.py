@@ -22,7 +22,7 @@ by_kernels = pytest.mark.parametrize("runner", runners("triton"))
 def small_blocks(monkeypatch):
     """Several programs, and rows in several blocks of columns, in the interpreter."""
     if harness.INTERPRETED:
-        from recsys.ops.jagged import triton_ops
+        from recsys.ops.jagged import triton as triton_ops
 
         harness.shrink(monkeypatch, triton_ops, BLOCK_BYTES=256, LONGEST_BLOCK=16, SHORTEST_BLOCK=8)
 
@@ -135,7 +135,7 @@ def test_a_row_that_is_none_is_zeros_and_no_memory_of_others(runner):
 
 @interpreted
 def test_nothing_is_written_past_the_last_row(monkeypatch):
-    from recsys.ops.jagged import triton_ops
+    from recsys.ops.jagged import triton as triton_ops
 
     given = torch.randn(33, 20)
     index, places = torch.randint(33, (50,)), torch.randint(-1, 33, (2, 41))
@@ -150,7 +150,7 @@ def test_nothing_is_written_past_the_last_row(monkeypatch):
 @pytest.mark.parametrize("known", [False, True])
 def test_the_library_ops(num_maps, known, monkeypatch):
     """Schemas, shapes without numbers and gradients through the library: a compiler relies on them."""
-    from recsys.ops.jagged import triton_ops
+    from recsys.ops.jagged import triton as triton_ops
 
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
     values = [torch.randn(size, 6, requires_grad=True) for size in (7, 3)]
@@ -191,7 +191,7 @@ def test_views_odd_addresses_and_transposed_gradients(runner):
 
 def test_blocks_hold_whole_rows_or_equal_parts_of_them():
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from recsys.ops.jagged.triton_ops import blocks_of, step_of
+    from recsys.ops.jagged.triton import blocks_of, step_of
 
     for width in range(1, 3000):
         columns = blocks_of(width, 4).columns

@@ -220,7 +220,7 @@ def test_a_decay_of_nothing_has_no_gradient(form, runner):
 @pytest.mark.parametrize("delta", [False, True])
 def test_the_ops_of_traced_graphs(delta, monkeypatch):
     """Schema, shapes without numbers and registered gradients; the numbers are those of the reference."""
-    from recsys.ops.linear_attention import triton_ops
+    from recsys.ops.linear_attention import triton as triton_ops
 
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
     given = problem([(20, 2), (3, 0)], (16, 16), delta=delta).cast(torch.float32)

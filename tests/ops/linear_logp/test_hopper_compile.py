@@ -11,7 +11,8 @@ from tests.tools.assembled import assemble, needs_gluon, opcodes
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 pytestmark = needs_gluon
 
-from recsys.ops.linear_logp import hopper_kernels, hopper_ops, hopper_wide  # noqa: E402
+from recsys.ops.linear_logp import hopper as hopper_ops  # noqa: E402
+from recsys.ops.linear_logp import hopper_kernels  # noqa: E402
 
 SPILLED = 64
 
@@ -80,7 +81,7 @@ def _between(i, waits):
 
 WIDE = [
     (hopper_kernels.forward_kernel, hopper_ops.WIDE_SUMS),
-    (hopper_wide.score_grads_kernel, hopper_ops.WIDE_SCORE_GRADS),
+    (hopper_kernels.score_grads_kernel, hopper_ops.WIDE_SCORE_GRADS),
 ]
 
 

@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops.linear_logp import hopper_ops, launch, norms_of, reference, triton_ops
+from recsys.ops.linear_logp import hopper as hopper_ops
+from recsys.ops.linear_logp import launch, norms_of, reference
+from recsys.ops.linear_logp import triton as triton_ops
 from recsys.ops.linear_logp.recompute import Operands, OutputGrads, RequestedGrads, RowSums, projected
 from tests.tools.gluon_emulator import Emulated
 

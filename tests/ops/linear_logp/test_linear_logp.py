@@ -31,7 +31,7 @@ def small_blocks(monkeypatch):
     """Several tiles of both operands in the interpreter."""
     if not INTERPRETED:
         return
-    from recsys.ops.linear_logp import triton_ops
+    from recsys.ops.linear_logp import triton as triton_ops
 
     small = dict.fromkeys((64, 128, 256, 512), triton_ops.Blocks(32, 16, 4, 1))
     for table in (triton_ops.FORWARD, triton_ops.OF_HIDDEN, triton_ops.OF_WEIGHT):
@@ -86,7 +86,7 @@ def test_the_reference_is_the_formulas(rows, candidates, bias, ids, normalized, 
 )
 def test_several_tiles_and_parts_of_tiles(rows, candidates, width, full, split, monkeypatch):
     """With everything optional and without; gradients of both operands in one launch and in two."""
-    from recsys.ops.linear_logp import triton_ops
+    from recsys.ops.linear_logp import triton as triton_ops
 
     monkeypatch.setitem(triton_ops.SPLIT_WIDTH, 4, 128 if split else 0)
     check(problem(rows, candidates, width, bias=full, ids=full), INTERPRETER)
@@ -259,7 +259,7 @@ def test_nothing_is_written_outside(monkeypatch):
 @interpreted
 @pytest.mark.parametrize("number", [1, 3])
 def test_the_number_of_parts_changes_nothing_but_rounding(number, monkeypatch):
-    from recsys.ops.linear_logp import triton_ops
+    from recsys.ops.linear_logp import triton as triton_ops
 
     given = problem(40, 90, 9).cast(torch.float32)
     want = harness.results(given, INTERPRETER)
@@ -271,7 +271,7 @@ def test_the_number_of_parts_changes_nothing_but_rounding(number, monkeypatch):
 @pytest.mark.parametrize("full", [False, True])
 def test_the_library_ops(full, monkeypatch):
     """Schemas and shapes without numbers, on which a compiler relies."""
-    from recsys.ops.linear_logp import triton_ops
+    from recsys.ops.linear_logp import triton as triton_ops
 
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
     given = problem(40, 50, 9, ids=full, bias=full).cast(torch.float32)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from recsys.ops import last_backend, linear_logp
-from recsys.ops.linear_logp.parallel import linear_logp_sharded
+from recsys.ops.linear_logp import linear_logp_sharded
 from tests.ops.harness import REFERENCE, Problem, Runner, assert_close, gradients, runners
 from tests.ops.linear_logp.problems import FLOATS, arguments_of, leaves_of, problem
 from tests.tools.forks import run_ranks

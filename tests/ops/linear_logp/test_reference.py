@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from recsys.ops import linear_logp, linear_lse
-from recsys.ops.linear_logp import hopper, reference
+from recsys.ops.linear_logp import reference, supports_sm90
+from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import SUPPORTED
 from tests.ops import harness
 from tests.ops.harness import assert_close, assert_equal, gradients, normal
@@ -138,10 +139,10 @@ test_wrong_arguments_are_named = harness.refused(linear_logp, arguments, WRONG)
 )
 def test_auto_leaves_small_catalogues_to_triton(items, width, auto, monkeypatch):
     """Below 2^24 entries of the weight; who names the backend gets it."""
-    monkeypatch.setattr(hopper.triton_support, "missing_for_hopper", lambda: "")
-    monkeypatch.setattr(hopper.triton_support, "support", lambda device, dtype: SUPPORTED)
+    monkeypatch.setattr(triton_support, "missing_for_hopper", lambda: "")
+    monkeypatch.setattr(triton_support, "support", lambda device, dtype: SUPPORTED)
     given = (torch.empty(7, width, device="meta"), torch.empty(items, width, device="meta"))
     target = torch.empty(7, dtype=torch.int64, device="meta")
     facts = harness.facts_of(linear_logp, *(rows.bfloat16() for rows in given), target)
-    support = hopper.supports(dataclasses.replace(facts, device="cuda"))
+    support = supports_sm90(dataclasses.replace(facts, device="cuda"))
     assert (support.ok, support.auto) == (True, auto)

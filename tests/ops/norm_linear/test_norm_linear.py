@@ -111,7 +111,7 @@ test_wrong_arguments_are_named = harness.refused(norm_linear, arguments, WRONG)
 def small_blocks(monkeypatch):
     """Several blocks a worker in the interpreter."""
     if INTERPRETED:
-        from recsys.ops.norm_linear import triton_ops
+        from recsys.ops.norm_linear import triton as triton_ops
         from recsys.ops.runtime import column_sums
 
         sizes = {"FORWARD_ENTRIES": 128, "BACKWARD_ENTRIES": 128, "WORKERS_PER_PROCESSOR": 1}

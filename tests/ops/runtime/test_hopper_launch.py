@@ -10,13 +10,11 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 import triton
 
 from recsys.ops import AttentionMask
-from recsys.ops.hstu_attention.hopper import launch, two_pass
-from recsys.ops.hstu_attention.hopper.backward import backward_kernel
-from recsys.ops.hstu_attention.hopper.backward_keys import keys_kernel
-from recsys.ops.hstu_attention.hopper.backward_rows import rows_kernel
-from recsys.ops.hstu_attention.hopper.backward_wide import wide_keys_kernel
+from recsys.ops.hstu_attention.hopper import backward, forward, two_pass
+from recsys.ops.hstu_attention.hopper.backward import backward_kernel, round_kernel
 from recsys.ops.hstu_attention.hopper.forward import forward_kernel
-from recsys.ops.hstu_attention.hopper.launch import round_kernel
+from recsys.ops.hstu_attention.hopper.two_pass import keys_kernel, rows_kernel
+from recsys.ops.hstu_attention.hopper.wide import wide_keys_kernel
 from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import hopper_launch
 from recsys.ops.runtime.descriptors import Boxes, gluon_descriptor, with_loadable_rows
@@ -121,9 +119,8 @@ def test_a_first_launch_with_an_odd_address_is_not_remembered(kernel):
 def test_keys_tell_apart_all_that_the_code_depends_on(monkeypatch):
     """Type, width, kind of mask and sizes; not the batch."""
     keys = []
-    for module in (launch, two_pass):
-        monkeypatch.setattr(module, "launch", lambda kernel, key, *rest: keys.append((kernel.__name__, key)))
-    monkeypatch.setattr(launch, "round_to", lambda *rest, **more: None)
+    monkeypatch.setattr(forward, "launch", lambda kernel, key, *rest: keys.append((kernel.__name__, key)))
+    monkeypatch.setattr(backward, "round_to", lambda *rest, **more: None)
     layouts = [layout_of(samples(0, shapes)) for shapes in ([(70, 3)], [(5, 0)] * 9)]
     kinds = [
         AttentionMask(),
@@ -138,9 +135,9 @@ def test_keys_tell_apart_all_that_the_code_depends_on(monkeypatch):
                 for mask in kinds:
                     problem = Problem(layout, mask, 1.0, 1.0, None)
                     q = torch.zeros(layout.total_len, 2, dim, dtype=dtype)
-                    launch.backward(q, q, q, q, problem)
+                    backward.backward(q, q, q, q, problem)
                     two_pass.backward(q, q, q, q, problem)
-                    launch.forward(q, q, q, problem)
+                    forward.forward(q, q, q, problem)
     assert len(keys) == 2 * len(set(keys)) == 2 * 2 * 2 * 5 * 4
 
 

@@ -36,7 +36,7 @@ def small_sizes(monkeypatch):
     """In the interpreter several groups, parts of groups, classes, chunks of queries and of items."""
     if not INTERPRETED:
         return
-    from recsys.ops.top_k import triton_launch
+    from recsys.ops.top_k import triton as triton_launch
 
     small = dict.fromkeys((64, 128, 256, 512), triton_launch.Blocks(16, 16, 4, 1))
     sizes = {"BLOCKS": small, "CLASSES": 8, "PART": 2, "REMOVED": 8, "STEP": 64}
@@ -101,7 +101,7 @@ def test_rounded_scores_never_decide(scale, runner):
 )
 def test_bounds_hold(magnitudes, dtype):
     """Between what is left of a group and its best exact score, for numbers that float16 may not hold."""
-    from recsys.ops.top_k import triton_launch
+    from recsys.ops.top_k import triton as triton_launch
 
     draw = torch.Generator().manual_seed(3)
 
@@ -259,7 +259,7 @@ def test_a_backend_that_cannot_run_says_why():
 @pytest.mark.parametrize("num_items", [1, 127, 128, 10_000_000, 2**32 - 1])
 @pytest.mark.parametrize("item_bytes", [0, 256])
 def test_chunks_are_bounded_and_cover_the_catalogue(item_bytes, num_items, queries, monkeypatch):
-    from recsys.ops.top_k import triton_launch
+    from recsys.ops.top_k import triton as triton_launch
 
     monkeypatch.setattr(triton_launch, "CHUNK_BYTES", 512 * 2**20)
     chunk = triton_launch.chunk_of(queries, item_bytes, num_items, 128)
@@ -313,7 +313,7 @@ def test_ties_are_settled_as_in_the_reference(queries, items, k, dtype):
 
 @pytest.mark.gpu
 def test_several_chunks_of_queries_and_items(monkeypatch):
-    from recsys.ops.top_k import triton_launch
+    from recsys.ops.top_k import triton as triton_launch
 
     problem = around_centres(1000, 50_000, 64, 3).placed(ON_GPU)
     whole = found_by(problem, 10, ON_GPU)
@@ -336,7 +336,7 @@ def test_nothing_waits_for_the_device(items, runner):
 
 @pytest.mark.gpu
 def test_rapid_alternation_of_sizes_compiles_nothing_anew():
-    from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measure_kernel
+    from recsys.ops.top_k.triton import choose_kernel, coarse_kernel, measure_kernel
 
     sizes = ((1, 1), (7, 16), (512, 2048), (4097, 333), (300, 70_001))
     problems = [around_centres(*size, 128, 5).placed(ON_GPU, torch.bfloat16) for size in sizes]

@@ -2,7 +2,7 @@
 64.
 
 The bias and the sums of its tables are the inline assembly of `bias.ptx`; formulas are those of
-`triton.backward`. A program owns a tile of keys and goes through the blocks of rows that see them, so that
+`triton_kernels`. A program owns a tile of keys and goes through the blocks of rows that see them, so that
 the bias is computed only once and the gradient of each score is in one place. Two programs share a
 multiprocessor and hide one another's waits.
 
@@ -29,28 +29,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from recsys.ops.hstu_attention.bias import packed
-from recsys.ops.hstu_attention.bias.packed_launch import (
+from recsys.ops.hstu_attention.bias.packed import (
     bias_constants,
     finished,
     launch_with_declared_memory,
     tables_constants,
     zero_sums,
 )
-from recsys.ops.hstu_attention.hopper.backward import UNSEEN, load_runs, load_tile
-from recsys.ops.hstu_attention.hopper.forward import NUM_COLUMNS, visible
-from recsys.ops.hstu_attention.hopper.launch import WARPS, round_to, section_of
+from recsys.ops.hstu_attention.block_sizes import Blocks
+from recsys.ops.hstu_attention.hopper.backward import UNSEEN, load_runs, load_tile, round_to
+from recsys.ops.hstu_attention.hopper.forward import WARPS, section_of, visible
 from recsys.ops.hstu_attention.mask_forms import rules
 from recsys.ops.hstu_attention.problem import Gradients, Problem
-from recsys.ops.hstu_attention.triton.block_sizes import Blocks
-from recsys.ops.hstu_attention.triton.launch import (
-    operands,
-    parts_of,
-    scalars,
-    strides,
-)
-from recsys.ops.hstu_attention.triton.tile import VARYING
-from recsys.ops.hstu_attention.work_list import item as work_item
+from recsys.ops.hstu_attention.triton import operands, parts_of, scalars, strides
+from recsys.ops.hstu_attention.triton_kernels import VARYING
+from recsys.ops.hstu_attention.work_list import kernels as work_item
 from recsys.ops.hstu_attention.work_list import key_work
+from recsys.ops.hstu_attention.work_list.kernels import NUM_COLUMNS
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.descriptors import gluon_descriptor
 from recsys.ops.runtime.gluon_pieces import (
@@ -68,13 +63,7 @@ BLOCKS = Blocks(rows=STRIP.value, keys=STRIP.value, num_warps=WARPS, num_stages=
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    out: Gradients,
-    problem: Problem,
-    bias: RelativeBias,
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Gradients, problem: Problem, bias: RelativeBias
 ) -> Gradients:
     """Fills in `out` and adds the gradients of the tables; the tensors must satisfy `can_describe`.
 
@@ -244,7 +233,7 @@ def biased_kernel(
 
     The strides are those of a head, in elements. Zero-initialized sums that programs add to: `rows_desc`,
     float32 [T, H, 64], dQ without the factor alpha / (2 scale_len); position_sums and time_sums, as in
-    `triton.backward.keys_kernel`.
+    `triton_kernels.keys_kernel`.
     """
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     TEXTS: gl.constexpr = (BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS)

@@ -11,15 +11,26 @@ Scores come in both orientations: the name `one` denotes the tokens of the first
 the second. The time between two tokens counts without its sign.
 
     tables  pointer to distance 0 of the position table; time_table, time_edges, float_edges, num_buckets
+
+`bias_arguments` prepares a bias for the kernels: padded tables, bucket edges, times block by block.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from recsys.ops.hstu_attention.work_list.item import (
-    load_tile,
-)
-from recsys.ops.relative_bias import LOG_BUCKET
+from recsys.ops.hstu_attention.bias import ptx as ptx
+from recsys.ops.hstu_attention.work_list.kernels import load_tile
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
+from recsys.ops.runtime.launch import Wrap, unwrapped
 
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
 """Time buckets per factor of two in elapsed time."""
@@ -218,3 +229,149 @@ def add_bias(score, rows, keys, one, other, one_place, other_place, tables, FAST
     distances, of_times = tables
     score += look_up(distances + one_place, other_place, FAST)
     return add_time_bias(score, rows, keys, one, other, of_times, FAST)
+
+
+MAX_EDGE = 2**62
+"""Exceeds every difference of two times, in seconds."""
+
+LARGEST_BLOCK = PAST_THE_END.value
+"""Number of tokens that a block may reach past the end of a sample."""
+
+
+def bias_arguments(
+    bias: RelativeBias | None,
+    layout: SequenceLayout,
+    longest: int,
+    items: Tensor,
+    rows: int,
+    keys: int,
+    wrap: Wrap,
+    shared: bool = False,
+) -> list[Tensor | int]:
+    """Return the arguments `position_table` to `num_buckets`, in the order of the kernels' parameters.
+
+    Both tables are in float32 and halved, as the scores are. The position table begins at distance `-reach`;
+    its ends are repeated for all distances past them, so that no kernel has to clamp.
+
+    Args:
+        longest: upper bound on the tokens of a sample, including cached ones.
+        items: tiles of `max(rows, keys)` tokens.
+        rows, keys: tokens of a block of rows and of a block of keys, powers of two.
+        shared: whether calls with the same layout and times share what is computed from the times; ignored
+            in graphs.
+    """
+    if bias is None:
+        return [items] * 10 + [0, 0, 0, 1]
+    position, time = (0.5 * table.detach().float() for table in (bias.position_table, bias.time_table))
+    num_positions, num_buckets = int(position.shape[-1]), int(time.shape[-1])
+    reach = longest + LARGEST_BLOCK
+    position = position.index_select(-1, _distances(layout, num_positions, reach, position.device))
+    time = time.contiguous()
+    edges = time_edges(num_buckets)  # a constant of the model, also in a traced graph
+    exact = layout.memo(("time_edges", num_buckets), lambda: constant(edges, time.device, wrap))
+    rounded = layout.memo(("float_time_edges", num_buckets), exact.float)
+    times = bias.timestamps, bias.next_timestamps
+
+    def build() -> list[Tensor]:
+        return times_of(*times, items, rows, keys, wrap)
+
+    return [
+        position,
+        time,
+        exact,
+        rounded,
+        *(kept(layout, ("bias_times", rows, keys), times, build) if shared else build()),
+        position.stride(0) if position.dim() == 2 else 0,
+        time.stride(0) if time.dim() == 2 else 0,
+        reach,
+        num_buckets,
+    ]
+
+
+def kept(
+    layout: SequenceLayout,
+    name: tuple[Hashable, ...],
+    times: tuple[Tensor, ...],
+    build: Callable[[], list[Tensor]],
+) -> list[Tensor]:
+    """Return `build()`, shared by the layers of a model as long as they pass the same times."""
+    if any(t.is_inference() for t in times):  # inference tensors have no version
+        return build()
+    key = (*name, *((t.data_ptr(), t._version, t.stride(0)) for t in times))
+    return layout.memo(key, lambda: (times, build()))[1]  # keeping `times` reserves their addresses
+
+
+def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: torch.device) -> Tensor:
+    """Return int64 [2 * reach + 1]: the index in the position table for each distance from `-reach` on."""
+    return layout.memo(
+        ("distances", num_positions, reach),
+        lambda: torch.arange(-reach, reach + 1, device=device).clamp(0, num_positions - 1),
+    )
+
+
+def cached_times(times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap) -> list[Tensor]:
+    """Return the times, offsets and bounds of cached tokens; `items` are tiles of `tile` cached tokens."""
+    times = times.contiguous()
+    offsets, bounds = _offsets_and_bounds(times)
+    if times.shape[0] > 0:
+        wrap(times_kernel)[(items.shape[0],)](
+            times, times, offsets, bounds, offsets, bounds, items, times.shape[0],
+            COLUMNS=items.shape[1], BLOCK=tile, ROWS=0, KEYS=keys, STEP=1,
+        )  # fmt: skip
+    return [times, offsets, bounds]
+
+
+def times_of(
+    timestamps: Tensor,
+    next_timestamps: Tensor,
+    items: Tensor,
+    rows: int,
+    keys: int,
+    wrap: Wrap,
+    *,
+    step: int = 1,
+) -> list[Tensor]:
+    """Return the arguments `timestamps` to `row_bounds` of the kernels."""
+    timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
+    behind, ahead = (_offsets_and_bounds(times, step) for times in (timestamps, next_timestamps))
+    wrap(times_kernel)[(items.shape[0],)](
+        timestamps, next_timestamps, *behind, *ahead, items, timestamps.shape[0],
+        COLUMNS=items.shape[1], BLOCK=max(rows, keys), ROWS=rows, KEYS=keys, STEP=step,
+    )  # fmt: skip
+    return [timestamps, *behind, next_timestamps, *ahead]
+
+
+def _offsets_and_bounds(times: Tensor, step: int = 1) -> tuple[Tensor, Tensor]:
+    size = times.shape[0]
+    offsets = times.new_empty(step * size + LARGEST_BLOCK, dtype=torch.float32)
+    return offsets, times.new_empty(size + LARGEST_BLOCK, 2)
+
+
+def constant(numbers: tuple[int, ...], device: torch.device, wrap: Wrap) -> Tensor:
+    """Return int64 [n] on the device, in eager mode without waiting for the device. A traced graph gets a
+    constant of its own: its tensors are fake, so they must neither be cached nor mix with real ones."""
+    if device.type != "cuda" or wrap is not unwrapped:
+        return torch.tensor(numbers, device=device)
+    return _sent(numbers, device)
+
+
+@lru_cache(maxsize=64)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    # The result is cached: a CUDA graph recorded later must not copy from host memory that is gone when the
+    # graph runs.
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def time_edges(num_buckets: int) -> tuple[int, ...]:
+    """Return the least difference in seconds of each time bucket, exactly, and a last edge that no difference
+    reaches."""
+    edges = [1]
+    for bucket in range(1, num_buckets):
+        low, high = max(edges[-1] - 1, 1), MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]
+        while high - low > 1:
+            middle = (low + high) // 2
+            reached = math.log(middle) / LOG_BUCKET >= bucket
+            low, high = (low, middle) if reached else (middle, high)
+        edges.append(high)
+    return (*edges, 2**63 - 1)

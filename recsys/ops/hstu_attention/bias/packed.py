@@ -1,25 +1,56 @@
 """Kernels around the inline assembly of `ptx`: they write its tables, call it, and finish its sums.
 
-The docstring of `ptx` explains records, near buckets, look-up tables and offsets.
+Their launches decide when kernels add the bias by the assembly, and prepare tables, records and sums. The
+docstring of `ptx` explains records, near buckets, look-up tables and offsets.
 """
 
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from recsys.ops.hstu_attention.bias import ptx
-from recsys.ops.hstu_attention.bias.kernels import EXACT, time_bucket
-from recsys.ops.hstu_attention.work_list.item import (
-    load_tile,
+from recsys.ops.hstu_attention.bias.kernels import (
+    EXACT,
+    LARGEST_BLOCK,
+    constant,
+    kept,
+    time_bucket,
+    time_edges,
+    times_of,
 )
+from recsys.ops.hstu_attention.block_sizes import can_pack
+from recsys.ops.hstu_attention.work_list.kernels import load_tile
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime.descriptors import Boxes
+from recsys.ops.runtime.launch import launch, launch_specialized, unwrapped
 
 MOST_EDGES = tl.constexpr(ptx.MOST_EDGES)
+
 MANY = tl.constexpr(ptx.MANY)
+
 NEAR = tl.constexpr(ptx.NEAR)
+
 BLOCK_TOKENS = tl.constexpr(ptx.BLOCK_TOKENS)
+
 SCORES = tl.constexpr(ptx.SCORES)
+
 THREADS = tl.constexpr(32 * ptx.WARPS)
+
 RECORD_BYTES = tl.constexpr(ptx.RECORD_BYTES)
+
 NEAR_BLOCKS = tl.constexpr(ptx.NEAR_BLOCKS)
+
 NEAR_BYTES = tl.constexpr(ptx.NEAR_BYTES)
 
 
@@ -33,7 +64,7 @@ def tables_kernel(
 ):  # fmt: skip
     """Write both tables of a head as the inline assembly reads them, halved; `parts` programs per head.
 
-    numbers, values, others: int32 [num_words], see `launch.record_numbers`.
+    numbers, values, others: int32 [num_words], see `record_numbers`.
     distances: float32 [H, 2 * reach + 1], the position table from distance `-reach` on, its ends repeated.
     lookup: int32 [H, num_words].
     """
@@ -286,3 +317,314 @@ def _arguments(values, alpha, one, first_one, other, first_other, sample, tables
         one[3].to(tl.int64),
         tables[2].to(tl.int64) + first_other.to(tl.uint32) // (BLOCK_TOKENS // RECORD_BYTES),
     )
+
+
+TABLE_BLOCK = 512
+"""Table entries per program."""
+
+PACKED_STEP = 2
+"""Step of packed offsets (see `times_kernel`): samples begin at even indices, so that pairs load at once."""
+
+NUM_ARGUMENTS = 14
+"""Number of arguments that `bias_arguments` returns."""
+
+RECORDS = 3
+"""Index of the records among the arguments of `bias_arguments`."""
+
+MOST_RECORD_BYTES = 32
+"""Bytes of records per token. A batch that needs more, and more than `SMALL_RECORDS` in all, is cut into
+parts that are launched one after the other with records of their own. Samples of 8,192 tokens reach this
+limit."""
+
+SMALL_RECORDS = 2**22
+"""Bytes of records up to which a batch is never cut into parts."""
+
+
+def holds_edges(bias: RelativeBias) -> bool:
+    """Return True if the inline assembly can hold all edges of the time buckets, which may span up to 34
+    years."""
+    return time_edges(int(bias.time_table.shape[-1]))[-2] <= ptx.MOST_SECONDS
+
+
+class PackedTables(NamedTuple):
+    """Tables of a bias in the form that `tables_kernel` writes."""
+
+    distances: Tensor  # float32 [H or 1, 2 * reach + 1]
+    lookup: Tensor  # int32 [H or 1, n]
+    reach: int
+
+
+def packed_tables(bias: RelativeBias, layout: SequenceLayout) -> PackedTables:
+    """Prepare the tables for kernels with the inline assembly of `ptx`."""
+    tables = [table.detach().contiguous() for table in (bias.position_table, bias.time_table)]
+    num_positions, num_buckets = (int(table.shape[-1]) for table in tables)
+    reach, device = layout.max_len + LARGEST_BLOCK, tables[0].device
+    num_heads = max(table.shape[0] if table.dim() == 2 else 1 for table in tables)
+    numbers = [constant(column, device, unwrapped) for column in record_columns(num_buckets)]
+    num_distances, num_words = 2 * reach + 1, numbers[0].shape[0]
+    distances = torch.empty(num_heads, num_distances, dtype=torch.float32, device=device)
+    lookup = torch.empty(num_heads, num_words, dtype=torch.int32, device=device)
+    strides = [int(table.shape[-1]) if table.dim() == 2 else 0 for table in tables]
+    parts = -(-max(num_distances, num_words) // TABLE_BLOCK)
+    launch(
+        tables_kernel,
+        parts * num_heads,
+        (*tables, *numbers, distances, lookup),
+        (num_positions, reach, num_words, *strides, parts),
+        {"BLOCK": TABLE_BLOCK},
+    )
+    return PackedTables(distances, lookup, reach)
+
+
+def packed_arguments(
+    bias: RelativeBias, tables: PackedTables, layout: SequenceLayout, items: Tensor, rows_first: bool
+) -> list[Tensor | int]:
+    """Return what `bias_arguments` returns, for kernels with the inline assembly; `holds_edges` must hold.
+
+    Differences: `time_table` is the look-up table, `time_edges` the output of `near_buckets_kernel`, and
+    `float_edges` a placeholder that `packed_parts` replaces by records. Offsets have step `PACKED_STEP`.
+
+    Args:
+        rows_first: whether items are tiles of rows.
+    """
+    given, num_buckets = (bias.timestamps, bias.next_timestamps), int(bias.time_table.shape[-1])
+    sizes = (ptx.BLOCK_TOKENS, ptx.BLOCK_TOKENS)
+    times, behind, key_bounds, next_times, ahead, row_bounds = kept(
+        layout,
+        ("packed_bias_times",),
+        given,
+        lambda: times_of(*given, items, *sizes, unwrapped, step=PACKED_STEP),
+    )
+    near = kept(
+        layout,
+        ("near_buckets", num_buckets),
+        given,
+        lambda: _near_buckets(times, next_times, items, num_buckets),
+    )
+    shared = tables.distances.shape[0] == 1
+    return [
+        tables.distances,
+        tables.lookup,
+        near[0 if rows_first else 1],
+        row_bounds,
+        times,
+        behind,
+        key_bounds,
+        next_times,
+        ahead,
+        row_bounds,
+        0 if shared else tables.distances.shape[1],
+        0 if shared else tables.lookup.shape[1],
+        tables.reach,
+        num_buckets,
+    ]
+
+
+def packed_parts(
+    arguments: list[Tensor | int],
+    times: tuple[Tensor, ...],
+    layout: SequenceLayout,
+    items: Tensor,
+    order: tuple[AttentionMask, bool, int | None],
+) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
+    """Yield all items and `arguments` with their records, or part after part to keep records in O(T) memory.
+
+    The records of a part are valid until the next part is requested.
+
+    Args:
+        times: times of the bias.
+        order: what the order of `items` depends on: the mask, whether they are tiles of rows, and the
+            section.
+    """
+    rows_first, num_buckets = order[1], arguments[NUM_ARGUMENTS - 1]
+    key_bounds, row_bounds = arguments[6], arguments[9]
+
+    def records(part: Tensor) -> Tensor:
+        return _records(row_bounds, key_bounds, part, rows_first, layout.max_len, num_buckets)
+
+    parts = num_parts(items.shape[0], layout)
+    if parts == 1:
+        name = ("bias_records", *order, num_buckets)
+        chosen = kept(layout, name, times, lambda: [records(items)])
+        yield items, [*arguments[:RECORDS], *chosen, *arguments[RECORDS + 1 :]]
+        return
+    for part in items.split(-(-items.shape[0] // parts)):
+        yield part, [*arguments[:RECORDS], records(part), *arguments[RECORDS + 1 :]]
+
+
+def num_parts(num_items: int, layout: SequenceLayout) -> int:
+    """Return the number of parts into which `packed_parts` cuts the items."""
+    allowed = max(MOST_RECORD_BYTES * layout.total_len, SMALL_RECORDS)
+    return -(-num_items * -(-layout.max_len // ptx.BLOCK_TOKENS) * ptx.RECORD_BYTES // allowed)
+
+
+def _near_buckets(
+    timestamps: Tensor, next_timestamps: Tensor, items: Tensor, num_buckets: int
+) -> list[Tensor]:
+    """Return the near buckets of rows and of keys, see `near_buckets_kernel`."""
+    size = timestamps.shape[0] + ptx.BLOCK_TOKENS
+    buckets = [timestamps.new_empty(size, ptx.NEAR_BYTES, dtype=torch.uint8) for _ in range(2)]
+    edges = constant(time_edges(num_buckets), timestamps.device, unwrapped)
+    near_buckets_kernel[(items.shape[0],)](
+        timestamps, next_timestamps, *buckets, edges, items, timestamps.shape[0], num_buckets,
+        COLUMNS=items.shape[1],
+    )  # fmt: skip
+    return buckets
+
+
+def _records(
+    row_bounds: Tensor, key_bounds: Tensor, items: Tensor, rows_first: bool, longest: int, num_buckets: int
+) -> Tensor:
+    """Return the records, 16 bytes for each block of scores; see `records_kernel`."""
+    bounds, num_blocks = (row_bounds, key_bounds), -(-longest // ptx.BLOCK_TOKENS)
+    records = items.new_empty(1 + items.shape[0] * num_blocks, 4, dtype=torch.int32)
+    edges = constant(time_edges(num_buckets), items.device, unwrapped)
+    records_kernel[(items.shape[0],)](
+        *(bounds if rows_first else bounds[::-1]), edges, items, records, num_blocks, num_buckets,
+        COLUMNS=items.shape[1], ROWS_FIRST=rows_first, BLOCK=32,
+    )  # fmt: skip
+    return records
+
+
+def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
+    """Describe each word of the look-up table: (number, -1, -1), (-1, table entry, -1) or (-1, entry, entry
+    to subtract)."""
+    edges, last = time_edges(num_buckets), num_buckets - 1
+    numbers = [(-1, min(bucket, last), -1) for bucket in range(ptx.MOST_BUCKETS)]
+    for cell in range(ptx.NUM_CELLS):
+        first, end = ((4 + n % 4) * 2 ** (n // 4) for n in (cell, cell + 1))  # in quarters of a second
+        first, end = -(-first // 4), -(-end // 4)
+        below, above = (
+            min(bisect_right(edges, seconds) - 1, last) for seconds in (first, max(first, end - 1))
+        )
+        edge = edges[above] if above > below else -1
+        numbers += [(edge, -1, -1), (-1, below, -1), (-1, above, -1), (below | above << 16, -1, -1)]
+    for bucket in range(num_buckets):
+        later = [min(bucket + n, last) for n in range(4)]
+        numbers += [(-1, bucket, -1)] + [(-1, later[n], later[n - 1]) for n in range(1, 4)]
+    return numbers
+
+
+@lru_cache(maxsize=64)
+def record_columns(num_buckets: int) -> tuple[tuple[int, ...], ...]:
+    """Return `record_numbers` column by column."""
+    number, value, less = zip(*record_numbers(num_buckets), strict=True)
+    return number, value, less
+
+
+DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
+"""The driver's attribute number CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+COPIES = 8
+"""Copies of the sums that many programs add to, so that they seldom wait for one another. A power of two."""
+
+FINISH_BLOCK = 256
+"""Table entries that one program finishes."""
+
+
+class Sums(NamedTuple):
+    """Partial gradients of the bias tables, float32: twice the gradients, without the factor 1 /
+    scale_len."""
+
+    by_distance: Tensor  # [COPIES, H, 2 * reach + 1], from distance -reach on
+    by_bucket: Tensor  # [COPIES, H, num_buckets]
+
+
+def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> bool:
+    """Return True if this kernel uses the inline assembly: on Hopper, for the sizes and buckets that it
+    supports."""
+    if bias is None or not _is_hopper(q.device):
+        return False
+    has_sizes = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
+    return has_sizes and holds_edges(bias)
+
+
+@lru_cache(maxsize=16)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def launch_with_declared_memory(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Boxes | Tensor | int | float],
+    compiled_for: dict[str, Any],
+    describe: Callable[[Boxes], Any],
+) -> None:
+    """Start `kernel[(programs,)](*arguments, **compiled_for)`, whose assembly declares shared memory.
+
+    Triton does not know of that memory, and requests more than 48 KB only if its own memory needs more.
+    """
+
+    def again() -> None:
+        launch_specialized(kernel, programs, arguments, compiled_for, describe)
+
+    try:
+        again()
+    except RuntimeError as error:
+        if "invalid argument" not in str(error):
+            raise
+        described = [
+            describe(argument) if isinstance(argument, Boxes) else argument for argument in arguments
+        ]
+        compiled = kernel.warmup(*described, grid=(programs,), **compiled_for)
+        of_function = (
+            ctypes.c_void_p(compiled.function),
+            DYNAMIC_SHARED_BYTES,
+            ctypes.c_int(compiled.metadata.shared),
+        )
+        if ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(*of_function) != 0:
+            raise
+        again()
+
+
+def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
+    """Return zero-initialized sums for samples of at most `longest` tokens."""
+    sizes = 2 * (longest + LARGEST_BLOCK) + 1, int(bias.time_table.shape[-1])
+    rows = COPIES * int(q.shape[1])
+    both = q.new_zeros(rows * sum(sizes), dtype=torch.float32)
+    by_distance, by_bucket = both.split([rows * size for size in sizes])
+    return Sums(by_distance.view(COPIES, -1, sizes[0]), by_bucket.view(COPIES, -1, sizes[1]))
+
+
+def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both tables from their sums."""
+    tables = bias.position_table, bias.time_table
+    grads = [torch.empty(table.shape, dtype=table.dtype, device=table.device) for table in tables]
+    sizes = [int(table.shape[-1]) for table in tables]
+    shared = [table.dim() == 1 for table in tables]
+    num_heads, block = sums.by_distance.shape[1], FINISH_BLOCK
+    parts = -(-max(sizes) // block)
+    numbers = *sizes, sums.by_distance.shape[2] // 2, num_heads, parts, 0.5 / scale_len
+    compiled_for = {"SHARED_POSITIONS": shared[0], "SHARED_TIMES": shared[1]}
+    compiled_for |= {"COPIES": COPIES, "BLOCK": block}
+    launch(finish_kernel, parts * (1 if all(shared) else num_heads), (*sums, *grads), numbers, compiled_for)
+    return grads[0], grads[1]
+
+
+def bias_constants(packed: bool, rows_first: bool, sums: bool = False) -> dict[str, str]:
+    """Return the assembly that adds the bias to blocks, [rows, keys] if `rows_first` or else [keys, rows],
+    and the assembly to run before the first block; both are empty if not `packed`. sums: the kernel also has
+    `tables_constants`."""
+    if not packed:
+        return dict.fromkeys(("BIAS_TEXT", "BIAS_CONSTRAINTS", "BEGIN_TEXT"), "")
+    text, constraints = _add_bias(rows_first)
+    return {"BIAS_TEXT": text, "BIAS_CONSTRAINTS": constraints, "BEGIN_TEXT": _begin(sums)}
+
+
+def tables_constants(sums: Sums | None) -> dict[str, str]:
+    """Return the assembly that adds blocks [keys, rows] to the sums, and the assembly to run after the last
+    block; both are empty without sums."""
+    if sums is None:
+        return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
+    text, constraints = _add_to_tables()
+    return {"TABLES_TEXT": text, "TABLES_CONSTRAINTS": constraints, "FINISH_TEXT": _finish_sums()}
+
+
+_add_bias = lru_cache(maxsize=2)(ptx.add_bias)
+
+_begin = lru_cache(maxsize=2)(ptx.begin)
+
+_add_to_tables = lru_cache(maxsize=1)(ptx.add_to_tables)
+
+_finish_sums = lru_cache(maxsize=1)(ptx.finish_sums)

@@ -160,10 +160,7 @@ class Writer:
 
     def point(self, index: str, size: int, name: str) -> tuple[str, str]:
         """Return the lines that let `address` point to entry `index`, of `size` bytes, of an argument."""
-        return (
-            f"mul.wide.s32 wide_t, {index}, {size};",
-            f"add.s64 address, wide_t, {self.argument(name)};",
-        )
+        return (f"mul.wide.s32 wide_t, {index}, {size};", f"add.s64 address, wide_t, {self.argument(name)};")
 
     def entries(self) -> list[tuple[int, int, int, int]]:
         """List the number, k, h and b of each entry of a thread."""
@@ -274,16 +271,10 @@ def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
 
 def load_offsets(text: Writer) -> None:
     """Load the offsets of the thread's tokens: x0.. for the second dimension, a0 and a1 for the first."""
-    text.add(
-        f"mad.lo.s32 t, {text.argument('start')}, 2, at_other;",
-        *text.point("t", 4, "other_offsets"),
-    )
+    text.add(f"mad.lo.s32 t, {text.argument('start')}, 2, at_other;", *text.point("t", 4, "other_offsets"))
     for k in range(GROUPS):
         text.add(f"ld.global.nc.v2.f32 {{x{2 * k}, x{2 * k + 1}}}, [address+{32 * k}];")
-    text.add(
-        f"mad.lo.s32 t, {text.argument('start')}, 2, at_one;",
-        *text.point("t", 4, "one_offsets"),
-    )
+    text.add(f"mad.lo.s32 t, {text.argument('start')}, 2, at_one;", *text.point("t", 4, "one_offsets"))
     for h in (0, 1):
         text.add(f"ld.global.nc.f32 a{h}, [address+{32 * h}];")
 
@@ -309,9 +300,7 @@ def find_line(text: Writer, rows_first: bool) -> None:
 
 def _load_line(text: Writer, rows_first: bool) -> None:
     find_line(text, rows_first)
-    text.add(
-        *text.point("distance", 4, "distances"),
-    )
+    text.add(*text.point("distance", 4, "distances"))
     sign = -1 if rows_first else 1
     for u in range(-1, GROUPS):
         for b in (0, 1):
@@ -508,9 +497,7 @@ def _declare_sums(text: Writer) -> None:
 def _sum_few(text: Writer) -> None:
     """Sum by bucket in a block with few edges: split the `total` of the scores at each edge."""
     text.add(
-        "@!few bra.uni MANY;",
-        f"mad.lo.u32 at_bucket, lowest, {LINE_BYTES}, mine;",
-        "@!p1 bra.uni LAST;",
+        "@!few bra.uni MANY;", f"mad.lo.u32 at_bucket, lowest, {LINE_BYTES}, mine;", "@!p1 bra.uni LAST;"
     )
     for edge in (1, 2, 3):
         if edge > 1:
@@ -543,11 +530,7 @@ def _tree(text: Writer, name: str, terms: list[str]) -> None:
 
 def _add_to_bucket(text: Writer, name: str) -> None:
     """Add `name` to the thread's own sum at `at_bucket`."""
-    text.add(
-        "ld.shared.f32 v0, [at_bucket];",
-        f"add.f32 v0, v0, {name};",
-        "st.shared.f32 [at_bucket], v0;",
-    )
+    text.add("ld.shared.f32 v0, [at_bucket];", f"add.f32 v0, v0, {name};", "st.shared.f32 [at_bucket], v0;")
 
 
 def _add_to_two(text: Writer, name: str, other: str) -> None:

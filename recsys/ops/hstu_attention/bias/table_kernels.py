@@ -23,15 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recsys.ops.hstu_attention.bias.kernels import (
-    add_bias,
-    block_buckets,
-    is_long_past,
-    is_past,
-    load_times,
-)
+from recsys.ops.hstu_attention.bias.kernels import add_bias, block_buckets, is_long_past, is_past, load_times
 from recsys.ops.hstu_attention.mask_forms import visible
-from recsys.ops.hstu_attention.triton.tile import (
+from recsys.ops.hstu_attention.triton_kernels import (
     UNSEEN,
     VARYING,
     head_of,
@@ -39,7 +33,7 @@ from recsys.ops.hstu_attention.triton.tile import (
     relative_position,
     silu_and_slope,
 )
-from recsys.ops.hstu_attention.work_list.item import (
+from recsys.ops.hstu_attention.work_list.kernels import (
     NUM_COLUMNS,
     block_at,
     load_runs,

@@ -7,20 +7,23 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import (
+    AttentionFacts,
     attention_facts,
     check_attention,
     check_bias,
     check_cache,
     scale_of,
 )
+from recsys.ops.hstu_attention import supports_sm90 as attention_supports_sm90
+from recsys.ops.hstu_attention import supports_triton
 from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
 from recsys.ops.runtime.arguments import check_number
-from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime.dispatch import Op, Support
 
-__all__ = ["OP", "hstu_attention_cached"]
+__all__ = ["OP", "hstu_attention_cached", "supports_triton"]
 
 _CAUSAL = AttentionMask()
 
@@ -128,6 +131,34 @@ def _check_cached_bias(bias: CachedRelativeBias, q: Tensor, cache_k: Tensor) -> 
             f"bias.cache_timestamps has {bias.cache_timestamps.shape[0]} entries, cache_k has "
             f"{cache_k.shape[0]} rows"
         )
+
+
+WIDTHS = (64, 128)
+"""Head widths, in columns, for which `hopper` has sizes."""
+
+ENOUGH = 96
+"""Tiles times heads from which on a call keeps a GPU busy; with fewer, the Triton backend, which sums in
+parts, is as fast."""
+
+
+def supports_sm90(facts: AttentionFacts) -> Support:
+    """Supports what the Hopper backend for whole samples does, if all new tokens are targets without a
+    window."""
+    able = attention_supports_sm90(facts)
+    if not able.ok:
+        return able
+    missing = ""
+    if facts.qk_dim not in WIDTHS:
+        missing = f"it takes heads of {WIDTHS}, not {facts.qk_dim}"
+    elif torch.compiler.is_compiling():
+        missing = "a graph does not know of which kind new tokens are"
+    elif not facts.only_targets:
+        missing = "it takes new tokens that are all targets, here there is history among them"
+    elif facts.mask.target_window:
+        missing = "it has no window of targets"
+    if missing:
+        return able._replace(ok=False, reason=missing, auto=False)
+    return able._replace(auto=able.auto and facts.num_units >= ENOUGH)
 
 
 OP = Op("hstu_attention_cached", __name__, backends=("sm90", "triton", "reference"))

@@ -19,6 +19,14 @@ Shared memory is the bottleneck: with 128 columns, each block costs a strip 1472
 against 1280 of the tensor cores. Holding half of the keys' columns in registers saves 64 of them.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,16 +37,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention import mask_forms
+from recsys.ops.hstu_attention import mask_forms, triton_kernels
 from recsys.ops.hstu_attention.hopper.forward import (
-    NUM_COLUMNS,
-    UNMASKED_START,
+    WARPS,
     block_at,
+    launch_items,
     num_blocks,
     num_masked,
+    section_of,
 )
-from recsys.ops.hstu_attention.triton import tile as triton_tile
-from recsys.ops.hstu_attention.work_list import item as work_item
+from recsys.ops.hstu_attention.mask_forms import rules
+from recsys.ops.hstu_attention.problem import Gradients, Problem
+from recsys.ops.hstu_attention.work_list import kernels as work_item
+from recsys.ops.hstu_attention.work_list import key_work
+from recsys.ops.hstu_attention.work_list.kernels import NUM_COLUMNS, UNMASKED_START
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
 from recsys.ops.runtime.gluon_pieces import (
     RAGGED_ROWS,
     STRIP,
@@ -55,10 +69,138 @@ from recsys.ops.runtime.gluon_pieces import (
     store_rows,
     tanh,
 )
+from recsys.ops.runtime.hopper_launch import launch
 
-UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
+
+class BackwardSizes(NamedTuple):
+    """Sizes of the one-pass backward kernel for one head width."""
+
+    rows: int  # BLOCK_M, rows per block
+    stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
+    v_stages: int  # buffers for tiles of values; keys have two
+    computing_registers: int
+    loading_registers: int
+
+
+BACKWARD_STRIPS = 2
+"""Strips of 64 keys per tile."""
+
+BACKWARD_SIZES = {64: BackwardSizes(64, 4, 2, 240, 24), 128: BackwardSizes(64, 2, 1, 240, 24)}
+"""Sizes by head width, in columns."""
+
+LINE = 64
+"""Elements per line of `round_kernel`. The total is a multiple of it, so that no access is narrower than 16
+bytes."""
+
+ROUNDED_LINES = 64
+"""Lines per program of `round_kernel`."""
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    sizes: BackwardSizes | None = None,
+    *,
+    captured: bool = True,
+) -> Gradients:
+    """Computes the gradients of q, k and v, [T, H, D]; dQ is summed in any order. The arguments are those of
+    `forward`."""
+    total_len, num_heads, dim = q.shape
+    gradients = problem.gradient_memory(q, k, v)
+    if total_len == 0:
+        return Gradients(*gradients)
+    sizes = sizes or BACKWARD_SIZES[dim]
+    mask, layout, device = problem.mask, problem.layout, q.device
+    keys = STRIP.value * BACKWARD_STRIPS
+    q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
+    items = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask), problem.tail)
+    sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
+    rows = (sizes.rows, sizes.rows, keys, keys)
+    loaded = [Boxes(tensor, size, dim) for tensor, size in zip((q, grad_out, k, v), rows, strict=True)]
+    written = [Boxes(sums, sizes.rows, dim // BACKWARD_STRIPS)]
+    written += [Boxes(grad, STRIP.value, dim) for grad in gradients[1:]]
+
+    def constants() -> dict[str, Any]:
+        return {**constants_of(sizes, mask), "D": dim}
+
+    launch_items(backward_kernel, items, loaded, written, problem, sizes, constants, captured=captured)
+    round_to(gradients[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
+    return Gradients(*gradients)
+
+
+def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | bool]:
+    """Returns the compile-time constants of the backward kernel, except the head width, by parameter name."""
+    return {
+        "BLOCK_M": sizes.rows,
+        "STAGES": sizes.stages,
+        "V_STAGES": sizes.v_stages,
+        "COMPUTING_REGISTERS": sizes.computing_registers,
+        "LOADING_REGISTERS": sizes.loading_registers,
+        "num_warps": WARPS,
+        **rules(mask),
+    }
+
+
+def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool = False) -> None:
+    """Writes `rounded = sums * factor`, [T, H, D] with D a multiple of 64. Rows of `rounded` need not be
+    contiguous.
+
+    `even_first`: every eight columns of `sums` hold columns 0, 2, 4, 6, 1, 3, 5, 7 of the result.
+    """
+    if sums.device.type != "cuda":  # in the emulator
+        if even_first:
+            sums = sums.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2)
+        torch.mul(sums, factor, out=rounded)
+        return
+    num_lines, in_row = sums.numel() // LINE, sums[0].numel() // LINE
+    launch(
+        round_kernel,
+        (rounded.dtype, in_row, rounded.stride(0), even_first),
+        -(-num_lines // ROUNDED_LINES),
+        (),
+        (sums, rounded),
+        (num_lines, factor),
+        lambda: {
+            "IN_ROW": in_row,
+            "STRIDE": rounded.stride(0),
+            "LINES": ROUNDED_LINES,
+            "LINE": LINE,
+            "EVEN_FIRST": even_first,
+            "num_warps": WARPS,
+        },
+    )
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def round_kernel(
+    sums, rounded, num_lines, factor,
+    IN_ROW: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    EVEN_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Writes `rounded = sums * factor`, [num_lines, LINE], last lines first: they are still in the cache.
+
+    Rows have IN_ROW lines each; they are STRIDE elements apart in `rounded` and contiguous in `sums`.
+    EVEN_FIRST: in `sums` every eight elements hold elements 0, 2, 4, 6, 1, 3, 5, 7 of the result.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    line = program * LINES + tl.arange(0, LINES)[:, None]
+    within = tl.arange(0, LINE)[None, :]
+    value = tl.load(sums + line.to(tl.int64) * LINE + within, mask=line < num_lines)
+    place = (line // IN_ROW).to(tl.int64) * STRIDE + (line % IN_ROW) * LINE + within
+    value = (value * factor).to(rounded.dtype.element_ty)
+    if EVEN_FIRST:
+        eights = tl.reshape(value, LINES, LINE // 8, 2, 4)
+        value = tl.reshape(tl.permute(eights, 0, 1, 3, 2), LINES, LINE)
+    tl.store(rounded + place, value, mask=line < num_lines)
+
+
+UNSEEN = gl.constexpr(triton_kernels.UNSEEN.value)
 
 VARYING = ("num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v")
+
 VARYING += ("num_contextual", "window", "prefix", "group_size")
 """Parameters that vary with the batch or the model; kernels are not recompiled for them."""
 
@@ -69,12 +211,13 @@ other strip no longer needs the keys of the tile. Barriers in shared memory woul
 would stop all warps of the group so that a single thread can signal. Triton itself uses the numbers below 4.
 """
 
-
 HELD = gl.constexpr(64)
 """Columns of the keys that are in registers for blocks without a mask."""
 
 visible_from_keys = gluon.jit(mask_forms.visible_from_keys.fn)
+
 load_tile = gluon.jit(work_item.load_tile.fn)
+
 load_runs = gluon.jit(work_item.load_runs.fn)
 
 

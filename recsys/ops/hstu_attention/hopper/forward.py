@@ -22,8 +22,18 @@ Related values travel as tuples, as in `mask_forms`:
 
 No product is in flight at the end of a loop body: ptxas (13.5) would otherwise put a wait behind every
 product.
+
+`forward` launches the kernel; the sizes and the order of the work are decided before it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,8 +45,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from recsys.ops.hstu_attention import mask_forms
-from recsys.ops.hstu_attention.work_list import item as work_item
-from recsys.ops.hstu_attention.work_list.item import (
+from recsys.ops.hstu_attention.mask_forms import rule_of, rules
+from recsys.ops.hstu_attention.problem import Problem
+from recsys.ops.hstu_attention.work_list import kernels as work_item
+from recsys.ops.hstu_attention.work_list import row_work
+from recsys.ops.hstu_attention.work_list.kernels import (
     COUNT_A,
     COUNT_B,
     COUNT_C,
@@ -51,6 +64,8 @@ from recsys.ops.hstu_attention.work_list.item import (
     UNMASKED_COUNT,
     UNMASKED_START,
 )
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
 from recsys.ops.runtime.gluon_pieces import (
     STRIP,
     init_rings,
@@ -64,6 +79,171 @@ from recsys.ops.runtime.gluon_pieces import (
     store_rows,
     tanh,
 )
+from recsys.ops.runtime.hopper_launch import launch, programs_for, zero_counter
+
+WARPS = 4
+"""Warps per warp group."""
+
+CACHED_BYTES = 24 * 2**20
+"""Bytes that the programs work on at a time, in sections of the samples. They stay in the L2 cache of an H100
+or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
+
+
+class ForwardSizes(NamedTuple):
+    """Sizes of the forward kernel for one head width."""
+
+    keys: int  # BLOCK_N, keys per block
+    stages: int  # buffers for blocks of keys, and as many for values
+    strips: int  # strips of 64 rows per tile, one warp group each
+    held: bool  # whether rows of q are in registers, or else the output leaves through their buffer
+    computing_registers: int
+    loading_registers: int
+    q_tiles: int = 1  # buffers for tiles of rows
+
+    @property
+    def rows(self) -> int:
+        """Rows per tile."""
+        return STRIP.value * self.strips
+
+
+SIZES = {
+    64: ForwardSizes(64, 6, 2, True, 240, 24, 2),
+    128: ForwardSizes(64, 4, 2, True, 240, 24, 2),
+    256: ForwardSizes(64, 2, 2, False, 232, 40),
+}
+"""Sizes by head width, in columns. On the diagonal a strip sees one or three quarters of a block of 128 keys,
+but half or all of a block of 64 keys."""
+
+LONG_SIZES = {64: ForwardSizes(64, 6, 3, True, 160, 32, 2), 128: ForwardSizes(64, 4, 3, False, 160, 32, 2)}
+"""Sizes for rows that see many keys, by head width. Three strips share each block that is read, so a third
+less is read, and the tensor cores have work while one strip computes weights. At 128 columns the outputs
+leave through the two buffers of q."""
+
+MANY_KEYS, MANY_IN_WINDOW = 192, 1024
+"""Average visible keys per row above which `LONG_SIZES` are taken: without a window, and within one. With a
+window a tile of more rows visits more blocks that some of its rows do not see.
+
+On an H200 (experiments/2026-11-22-gpu-attention-3) three strips are 1.6 to 5 % faster at 192 to 263 keys and
+1 to 9 % slower at 64 to 130. With a window of 512 keys they are 2.5 % slower (4 % at 64 columns), with 1024
+as fast, with 2048 2 % faster (6 %).
+"""
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    sizes: ForwardSizes | None = None,
+    *,
+    captured: bool = True,
+) -> Tensor:
+    """Computes `hstu_attention` [T, H, D] in 16 bits without bias; the arguments have been validated.
+
+    Args:
+        sizes: overrides the default sizes, for tests.
+        captured: whether a compiler may capture this call; the compiler must then know of all memory that is
+            kept.
+    """
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    total_len, num_heads, dim = q.shape
+    if total_len == 0:
+        return out
+    mask = problem.mask
+    if sizes is None:
+        sizes = sizes_for(dim, average_visible_keys(problem), mask.window)
+    q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
+    section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache, too
+    items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail, STRIP.value)
+    rows = (STRIP.value, sizes.keys, sizes.keys)
+    loaded = [Boxes(tensor, size, dim) for tensor, size in zip((q, k, v), rows, strict=True)]
+    written = [Boxes(out, STRIP.value, dim)]
+    constants = partial(forward_constants, dim, sizes, mask)
+    launch_items(forward_kernel, items, loaded, written, problem, sizes, constants, captured=captured)
+    return out
+
+
+def launch_items(
+    kernel: Any,
+    items: Tensor,
+    loaded: Sequence[Boxes],
+    written: Sequence[Boxes],
+    problem: Problem,
+    sizes: Any,
+    constants: Callable[[], dict[str, Any]],
+    *,
+    captured: bool,
+) -> None:
+    """Launches a kernel for the heads of all items of a work list.
+
+    Args:
+        loaded: boxes of the tensors [T, H, D] that the kernel loads; it also takes their strides of a head.
+        written: boxes of the tensors that it writes.
+        sizes: everything besides the mask and the loaded tensors from which `constants` follow.
+    """
+    first, device = loaded[0].tensor, items.device
+    num_heads, dim = first.shape[1:]
+    launch(
+        kernel,
+        (first.dtype, dim, problem.mask, sizes),
+        programs_for(device, items.shape[0] * num_heads),
+        (*loaded, *written),
+        (items, counter_for(device, captured)),
+        (items.shape[0], num_heads, *(boxes.tensor.stride(1) for boxes in loaded), *scalars(problem)),
+        constants,
+    )
+
+
+def sizes_for(dim: int, seen: float, window: int | None = None) -> ForwardSizes:
+    """Returns the sizes of the forward kernel for rows that see `seen` keys on average."""
+    many = seen > (MANY_KEYS if window is None else MANY_IN_WINDOW)
+    return LONG_SIZES[dim] if many and dim in LONG_SIZES else SIZES[dim]
+
+
+def average_visible_keys(problem: Problem) -> float:
+    """Estimates how many keys a row sees, averaged over the rows of a sample of average length."""
+    layout, window = problem.layout, problem.mask.window
+    seen = layout.total_len / max(layout.batch_size, 1) / 2
+    return min(seen, seen if window is None else window)
+
+
+def counter_for(device: torch.device, captured: bool) -> Tensor:
+    """Returns int32 zeros for one launch to count in."""
+    return torch.zeros(4, dtype=torch.int32, device=device) if captured else zero_counter(device)
+
+
+def forward_constants(dim: int, sizes: ForwardSizes, mask: AttentionMask) -> dict[str, int | bool]:
+    """Returns the compile-time constants of the forward kernel, by parameter name."""
+    return {
+        "D": dim,
+        "BLOCK_N": sizes.keys,
+        "STAGES": sizes.stages,
+        "STRIPS": sizes.strips,
+        "HELD": sizes.held,
+        "Q_TILES": sizes.q_tiles,
+        "COMPUTING_REGISTERS": sizes.computing_registers,
+        "LOADING_REGISTERS": sizes.loading_registers,
+        "num_warps": WARPS,
+        **rules(mask),
+    }
+
+
+def section_of(token_bytes: int, mask: AttentionMask) -> int | None:
+    """Returns the number of tokens per section if each needs `token_bytes` bytes; None with a window, for a
+    single section.
+
+    Within a window, neighbors in the list share their operands anyway, and the few tiles of the prefix have
+    far more blocks than the rest: they must not wait for the section of their sample.
+    """
+    return None if mask.window is not None else max(1, CACHED_BYTES // token_bytes)
+
+
+def scalars(problem: Problem) -> tuple[int | float, ...]:
+    """Returns the numbers of a problem in the order of the kernels' parameters, from `half_alpha` to
+    `group_size`."""
+    rule = rule_of(problem.mask, problem.layout.num_contextual)
+    return (0.5 * problem.alpha, 1.0 / problem.scale_len, *rule)
+
 
 ITEM = gl.constexpr(16)
 """int32 values per slot, at least the columns of the work list, the head, and the place in the list."""
@@ -75,10 +255,13 @@ READ_BEFORE = gl.constexpr(5)
 """The loading warp reads the item of the next tile this many blocks before the end of the current one."""
 
 HEAD = gl.constexpr(NUM_COLUMNS.value)
+
 PLACE = gl.constexpr(NUM_COLUMNS.value + 1)
 
 num_masked = gluon.jit(work_item.num_masked.fn)
+
 masked_block = gluon.jit(work_item.masked_block.fn)
+
 visible = gluon.jit(mask_forms.visible.fn)
 
 

@@ -3,9 +3,9 @@
 A kernel assigns one program to a tile, which is a run of consecutive rows (or keys) of one sample. Tiles past
 the end of a sample are not listed, so padding costs nothing, and the longest tiles start first, so that none
 is left running alone at the end. For each tile the list names the blocks of keys (or rows) to visit: blocks
-outside the window are left out, and blocks that need no mask are marked (see `columns`).
+outside the window are left out, and blocks that need no mask are marked (see `reference`).
 
-Two builders make the same lists, and neither waits for the host: `device` uses kernels, on a GPU in eager
+Two builders make the same lists, and neither waits for the host: `kernels` has kernels, on a GPU in eager
 mode; `reference` uses plain PyTorch, everywhere else and in graphs that a compiler traces.
 """
 
@@ -22,7 +22,7 @@ from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime import triton_support
 
-_DEVICE_BUILDER = f"{__name__}.device"
+_DEVICE_BUILDER = f"{__name__}.kernels"
 
 
 def row_work(

@@ -16,13 +16,7 @@ def run(
 ) -> Tensor:
     """Runs `scaled_dot_product_attention` on padded samples, chunk by chunk."""
     padded, padded_keys = _chunks(layout, key_layout, q.shape[1])
-    parts = zip(
-        padded_keys.chunks,
-        padded.split(q),
-        padded_keys.split(k),
-        padded_keys.split(v),
-        strict=True,
-    )
+    parts = zip(padded_keys.chunks, padded.split(q), padded_keys.split(k), padded_keys.split(v), strict=True)
     outputs = []
     for chunk, q_bQHD, k_bKHD, v_bKHV in parts:
         # Without keys, one that is zeros gives zeros. A GPU may give NaN to a row that sees nothing.

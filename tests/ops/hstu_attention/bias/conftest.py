@@ -32,7 +32,7 @@ def on_hopper(monkeypatch):
         return
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from recsys.ops.hstu_attention.bias import packed_launch
+    from recsys.ops.hstu_attention.bias import packed
 
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", execute)
-    monkeypatch.setattr(packed_launch, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(packed, "_is_hopper", lambda device: True)

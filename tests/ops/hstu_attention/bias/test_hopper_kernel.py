@@ -22,20 +22,20 @@ DIM = 64
 
 @pytest.fixture
 def emulated(monkeypatch):
+    from recsys.ops.hstu_attention import triton as triton_launch
     from recsys.ops.hstu_attention.bias import hopper_kernel as biased_launch
-    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
-    from recsys.ops.hstu_attention.triton import launch as triton_launch
+    from recsys.ops.hstu_attention.hopper import forward
     from tests.tools.gluon_emulator import Emulated
 
     monkeypatch.setattr(triton_launch, "can_describe", lambda *_: True)
-    monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 100 * 2 * DIM * 8)  # several sections
+    monkeypatch.setattr(forward, "CACHED_BYTES", 100 * 2 * DIM * 8)  # several sections
     monkeypatch.setattr(triton_launch, "missing_for_hopper", lambda: "")
     monkeypatch.setattr(biased_launch, "biased_kernel", Emulated(biased_launch.biased_kernel))
 
 
 def gradients(given):
     """Those of the kernel, for the cotangent of the harness."""
-    from recsys.ops.hstu_attention.triton import launch as triton_launch
+    from recsys.ops.hstu_attention import triton as triton_launch
 
     options, tensors = given.options, [tensor.detach() for tensor in given.tensors.values()]
     bias = RelativeBias(*tensors[3:], *(options[name] for name in BIAS[2:]))
@@ -68,15 +68,15 @@ def test_gradients_are_as_near_as_the_reference(times, shapes, contextual, rows,
 
 @interpreted
 def test_parts_of_the_items_add_up(emulated, monkeypatch):
-    from recsys.ops.hstu_attention.bias import launch as bias_launch
+    from recsys.ops.hstu_attention.bias import packed as bias_packed
 
     grads, starts = [], []
-    monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
-    for small in (bias_launch.SMALL_RECORDS, 100):
-        monkeypatch.setattr(bias_launch, "SMALL_RECORDS", small)
+    monkeypatch.setattr(bias_packed, "MOST_RECORD_BYTES", 0)
+    for small in (bias_packed.SMALL_RECORDS, 100):
+        monkeypatch.setattr(bias_packed, "SMALL_RECORDS", small)
         given = large([(70, 20), (64, 0)], 1, (DIM, DIM), torch.float16, 1, heads=1, times="hours")
         grads.append(gradients(given))
-        starts.append(bias_launch.num_parts(4, given.options["layout"]))
+        starts.append(bias_packed.num_parts(4, given.options["layout"]))
     assert starts == [1, 2]
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=1e-6)  # in float16

@@ -76,13 +76,13 @@ def test_lists_with_tiles_that_nobody_needs(monkeypatch):
 @pytest.fixture
 def made(monkeypatch):
     """The number of items in each part for which records are made."""
-    from recsys.ops.hstu_attention.bias import launch as bias_launch
+    from recsys.ops.hstu_attention.bias import packed as bias_packed
 
-    made, original = [], bias_launch._records
+    made, original = [], bias_packed._records
     monkeypatch.setattr(
-        bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
+        bias_packed, "_records", lambda *given: made.append(len(given[2])) or original(*given)
     )
-    monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
+    monkeypatch.setattr(bias_packed, "MOST_RECORD_BYTES", 0)
     return made
 
 
@@ -90,11 +90,11 @@ def made(monkeypatch):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_parts_of_the_items_add_up(deterministic, made, monkeypatch):
     """Each tile with records of its own, where the records of all would take too much memory."""
-    from recsys.ops.hstu_attention.bias import launch as bias_launch
+    from recsys.ops.hstu_attention.bias import packed as bias_packed
 
     found = []
-    for small in (bias_launch.SMALL_RECORDS, 64):  # with a new layout each, which has kept nothing
-        monkeypatch.setattr(bias_launch, "SMALL_RECORDS", small)
+    for small in (bias_packed.SMALL_RECORDS, 64):  # with a new layout each, which has kept nothing
+        monkeypatch.setattr(bias_packed, "SMALL_RECORDS", small)
         given = large([(66, 3), (5, 0)], 1, DIMS, torch.float16, 1, heads=1, times="hours")
         found.append(harness.results(given.with_options(deterministic=deterministic), INTERPRETER))
     assert made == [3, 3] + 3 * [2, 1]  # of rows and of keys; forward, keys, rows
@@ -108,14 +108,14 @@ def test_parts_of_the_items_add_up(deterministic, made, monkeypatch):
 def test_records_take_a_bounded_number_of_bytes_a_token(monkeypatch):
     """For samples of any length, all items in their order; in one part up to 8,192 tokens."""
     pytest.importorskip("triton")
-    from recsys.ops.hstu_attention.bias import launch as bias_launch
-    from recsys.ops.hstu_attention.bias.launch import NUM_ARGUMENTS, RECORDS, packed_parts
+    from recsys.ops.hstu_attention.bias import packed as bias_packed
+    from recsys.ops.hstu_attention.bias.packed import NUM_ARGUMENTS, RECORDS, packed_parts
 
     class Nothing:
         def __getitem__(self, grid):
             return lambda *arguments, **constants: None
 
-    monkeypatch.setattr(bias_launch, "records_kernel", Nothing())
+    monkeypatch.setattr(bias_packed, "records_kernel", Nothing())
     bytes_a_token = {}
     for length, number in ((512, 512), (2048, 128), (8192, 32), (65536, 8), (2**19, 1)):
         layout = layout_of(samples(0, [(length, 0)] * number))
@@ -139,11 +139,11 @@ test_the_kernels_in_the_interpreter = harness.interpreter_test(__file__)
 
 
 def check(shapes, contextual, rows, times, dims, dtype, mask):
-    from recsys.ops.hstu_attention.bias import packed_launch
+    from recsys.ops.hstu_attention.bias import packed
 
     given = harness.on_device(large(shapes, contextual, dims, dtype, rows, mask, times=times), ON_GPU)
     bias = RelativeBias(*((given.tensors | given.options)[name] for name in BIAS))
-    assert packed_launch.is_packed("rows", given.tensors["q"], given.tensors["v"], bias)
+    assert packed.is_packed("rows", given.tensors["q"], given.tensors["v"], bias)
     for deterministic in (False, True):
         assert_near(given.with_options(deterministic=deterministic), ON_GPU)
 
@@ -168,7 +168,7 @@ def test_heads_of_other_widths(dims):
 def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
     """Sums in any order: as near each time. In sections of about 1,000 tokens."""
     from recsys.ops.hstu_attention.bias import hopper_kernel as bias_hopper_launch
-    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
+    from recsys.ops.hstu_attention.hopper import forward
 
     made = []
 
@@ -178,7 +178,7 @@ def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
 
     original = bias_hopper_launch.zero_sums
     monkeypatch.setattr(bias_hopper_launch, "zero_sums", zero_sums)
-    monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 2**20)
+    monkeypatch.setattr(forward, "CACHED_BYTES", 2**20)
     shapes = [
         [(2048, 0)],
         [(1, 0)],
@@ -218,7 +218,7 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
     """Sizes go from small to large and back, in sections of about 1,000 tokens and without."""
     from triton import JITFunction
 
-    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
+    from recsys.ops.hstu_attention.hopper import forward
     from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
 
     unordered = {"bias_rows": 2, "deterministic": False}
@@ -228,7 +228,7 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
     for kernel in kernels:  # those that other tests have left
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(runtime_hopper_launch, "_COMPILED", {})
-    monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 2**20)
+    monkeypatch.setattr(forward, "CACHED_BYTES", 2**20)
     several = [(70, 0), (999, 9), (63, 0), (0, 0), (900, 16)]
     for number, shapes in enumerate([*([(n, 0)] for n in (1, 7, 512, 2048, 4097)), several, [(16, 0)]]):
         assert_near(large(shapes, number % 2, DIMS, torch.bfloat16, **unordered), ON_GPU)
@@ -252,9 +252,9 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_kernels_started_for_parts_of_the_items(mask, made, monkeypatch):
     """The records of all blocks are taken for too large to keep."""
-    from recsys.ops.hstu_attention.bias import launch as bias_launch
+    from recsys.ops.hstu_attention.bias import packed as bias_packed
 
-    monkeypatch.setattr(bias_launch, "SMALL_RECORDS", 2**12)
+    monkeypatch.setattr(bias_packed, "SMALL_RECORDS", 2**12)
     for number, (shapes, rows) in enumerate(itertools.product(SHAPES[::2], [None, 2])):
         check(shapes, 1, rows, KINDS[number], DIMS, torch.bfloat16, mask)
     assert len(made) > 2 * 4 * 5  # more than one part for each kernel
@@ -264,9 +264,9 @@ def test_kernels_started_for_parts_of_the_items(mask, made, monkeypatch):
 def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
     """Memory of forward and backward beyond their inputs; 65,536 tokens and 512. Records of all blocks would
     take 512 bytes a token."""
-    from recsys.ops.hstu_attention.bias import launch as bias_launch
+    from recsys.ops.hstu_attention.bias import packed as bias_packed
 
-    monkeypatch.setattr(bias_launch, "SMALL_RECORDS", 0)
+    monkeypatch.setattr(bias_packed, "SMALL_RECORDS", 0)
 
     def peak(length):
         given = large([(length, 0), (length, 0)], 0, DIMS, torch.bfloat16, 1, heads=1)

@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops.hstu_attention.bias import ptx as bias_ptx
-from recsys.ops.hstu_attention.bias.launch import record_numbers, time_edges
+from recsys.ops.hstu_attention.bias.kernels import time_edges
+from recsys.ops.hstu_attention.bias.packed import record_numbers
 from recsys.ops.relative_bias import relative_positions, time_bucket
 from tests.tools import ptx
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops import AttentionMask
-from recsys.ops.hstu_attention.cached import hopper_kernel as cached_hopper_launch
+from recsys.ops.hstu_attention.cached import hopper as cached_hopper_launch
 from recsys.ops.hstu_attention.problem import CachedProblem
 from tests.ops.hstu_attention.cached.calls import Candidates
 

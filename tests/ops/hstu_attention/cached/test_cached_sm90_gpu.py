@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask, SequenceLayout, explain, last_backend
-from recsys.ops.hstu_attention.cached import hopper
+from recsys.ops.hstu_attention.cached import WIDTHS
 from tests.ops.attention import CAUSAL
 from tests.ops.harness import needs_hopper
 from tests.ops.hstu_attention.cached.calls import Candidates
@@ -23,7 +23,7 @@ def check(case, mask=CAUSAL):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dim", "large"), [(64, False), (64, True), (128, False)])
 def test_random_batches_in_any_order(dim, large, dtype, monkeypatch):
-    from recsys.ops.hstu_attention.cached import hopper_kernel as hopper_launch
+    from recsys.ops.hstu_attention.cached import hopper as hopper_launch
 
     sizes = (hopper_launch.LARGE_SIZES if large else hopper_launch.SIZES)[dim]
     monkeypatch.setattr(hopper_launch, "sizes_for", lambda *_: sizes)
@@ -37,7 +37,7 @@ def test_random_batches_in_any_order(dim, large, dtype, monkeypatch):
         check(Candidates(cached, targets, dim, dtype, heads, seed=number), mask)
 
 
-@pytest.mark.parametrize("dim", hopper.WIDTHS)
+@pytest.mark.parametrize("dim", WIDTHS)
 def test_full_size_to_the_same_bits(dim):
     case = Candidates([4098] * 32, [256] * 32, dim, contextual=2)
     check(case)

@@ -51,7 +51,7 @@ def test_random_layouts(data):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_few_users_with_long_histories(dim, dtype, rows, monkeypatch):
     """Keys are summed up in parts, to the same bits each time."""
-    from recsys.ops.hstu_attention.cached import triton_ops
+    from recsys.ops.hstu_attention.cached import triton as triton_ops
 
     chosen, number = [], triton_ops.num_parts
     monkeypatch.setattr(triton_ops, "num_parts", lambda *facts: chosen.append(number(*facts)) or chosen[-1])
@@ -63,7 +63,7 @@ def test_few_users_with_long_histories(dim, dtype, rows, monkeypatch):
 
 
 def test_other_sizes_in_any_order_use_one_artefact_and_stay_right():
-    from recsys.ops.hstu_attention.cached.triton_ops import cached_kernel
+    from recsys.ops.hstu_attention.cached.triton import cached_kernel
 
     sizes = [(0, 1), (1, 0), (7, 5), (512, 256), (2048, 1), (4097, 300)]
     batches = [case([(kept, 0, new), (kept, new, 0)], 0, (64, 64), torch.bfloat16) for kept, new in sizes]

@@ -12,7 +12,7 @@ from recsys.ops import (
     hstu_attention,
     hstu_attention_cached,
 )
-from recsys.ops.hstu_attention.triton.block_sizes import Blocks
+from recsys.ops.hstu_attention.block_sizes import Blocks
 from recsys.ops.jagged import padding
 from tests.ops import cases, harness, oracle
 from tests.ops.attention import BIAS, by_loops, problem
@@ -42,7 +42,7 @@ def small_blocks(monkeypatch):
     """Several tiles a sample, several blocks a tile."""
     if not INTERPRETED:
         return
-    from recsys.ops.hstu_attention.cached import triton_ops
+    from recsys.ops.hstu_attention.cached import triton as triton_ops
 
     monkeypatch.setattr(triton_ops, "blocks_for", lambda *_: Blocks(16, 8, 4, 1))
 
@@ -102,7 +102,7 @@ def test_groups_longer_than_a_tile(mask, runner):
 def test_keys_in_parts(mask, rows, parts, monkeypatch, runner):
     """Parts of several blocks, of one and of none, with each kind of bias. Sums that nobody has written are
     NaN."""
-    from recsys.ops.hstu_attention.cached import triton_ops
+    from recsys.ops.hstu_attention.cached import triton as triton_ops
 
     monkeypatch.setattr(triton_ops, "num_parts", lambda *_: parts)
     given = problem([(45, 5), *SHAPES], 2, mask, heads=2, bias_rows=rows)
@@ -215,7 +215,7 @@ def test_a_sample_with_nan_spoils_no_other(runner):
 @interpreted
 def test_the_library_op_in_the_interpreter(monkeypatch):
     """Its schema and shapes without numbers: a compiler relies on them. D != V, a strided input."""
-    from recsys.ops.hstu_attention.cached import triton_ops
+    from recsys.ops.hstu_attention.cached import triton as triton_ops
 
     monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)

@@ -19,8 +19,8 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from recsys import environment
 from recsys.ops import AttentionMask, SequenceLayout, hstu_attention, offsets_from_lengths
-from recsys.ops.hstu_attention import Problem
-from recsys.ops.hstu_attention.hopper import launch, packaged
+from recsys.ops.hstu_attention import Problem, hopper
+from recsys.ops.hstu_attention.hopper import forward
 from recsys.ops.runtime import embedding
 from tests.ops import harness
 from tests.ops.cases import layout_of, samples
@@ -32,7 +32,7 @@ from tests.tools.packaged import assert_packaged
 
 pytestmark = needs_gluon
 
-FORWARD = [*launch.SIZES.items(), *launch.LONG_SIZES.items()]
+FORWARD = [*forward.SIZES.items(), *forward.LONG_SIZES.items()]
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ FORWARD = [*launch.SIZES.items(), *launch.LONG_SIZES.items()]
     ],
 )
 def test_it_computes_what_the_reference_does(mask, contextual, dim, scale_len, heads, monkeypatch):
-    kernels = {packaged.forward_stand_in: Emulated(packaged.packaged_forward_kernel)}
-    monkeypatch.setattr(packaged, "wrap_triton", kernels.__getitem__)
-    monkeypatch.setattr(packaged, "num_processors", lambda device: 3)
+    kernels = {hopper.forward_stand_in: Emulated(hopper.packaged_forward_kernel)}
+    monkeypatch.setattr(hopper, "wrap_triton", kernels.__getitem__)
+    monkeypatch.setattr(hopper, "num_processors", lambda device: 3)
     layout = layout_of(samples(contextual, [(150, 3), (0, 2), (0, 0), (260, 0), (20, 20)]))
     tensors = inputs(layout.total_len, dim, heads)
-    got = packaged.call_op(*tensors[:3], Problem(layout, mask, dim**-0.5, scale_len))
+    got = hopper.call_packaged(*tensors[:3], Problem(layout, mask, dim**-0.5, scale_len))
     exact, theirs = (results(layout, mask, tensors, dtype)[0] for dtype in (torch.float64, torch.bfloat16))
     scale = scale_len / 50.0  # `results` divides by 50
     harness.assert_as_near([got.double() * scale], [theirs.double()], [exact], floor=1e-3)
@@ -65,9 +65,10 @@ def autotuner(dim, sizes):
         "inverse_scale": "fp64",
         **dict.fromkeys(numbers | {"window", "prefix"}, "i32"),
     }
-    constants = launch.forward_constants(dim, sizes, AttentionMask()) | {"num_contextual": 1, "group_size": 1}
+    constants = forward.forward_constants(dim, sizes, AttentionMask())
+    constants |= {"num_contextual": 1, "group_size": 1}
     del constants["num_warps"]
-    kernel = packaged.forward_stand_in
+    kernel = hopper.forward_stand_in
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = [
         name.startswith(("row", "stride")) or signature[name].startswith("*") for name in kernel.arg_names
@@ -78,7 +79,7 @@ def autotuner(dim, sizes):
         "constants": constants,
         "configs": [{(i,): [["tt.divisibility", 16]] for i, is_aligned in enumerate(aligned) if is_aligned}],
     }
-    config = triton.Config({}, num_warps=launch.WARPS)
+    config = triton.Config({}, num_warps=forward.WARPS)
     kind = HeuristicType.USER_AUTOTUNE
     made = triton_heuristics.CachingAutotuner(kernel, meta, [config], None, [], False, kind, inductor_meta={})
     return made, config
@@ -100,10 +101,10 @@ def compiled_by_inductor(dim, sizes, monkeypatch, folder):
 def test_inductor_compiles_the_kernel_in_place_of_its_stand_in(dim, sizes, monkeypatch, tmp_path):
     """In 32 bits, for as many warps as the kernel has, within the memory that a program may have."""
     with embedding.embedding() as block:
-        embedding.launched(packaged.forward_stand_in)
+        embedding.launched(hopper.forward_stand_in)
         compiled = compiled_by_inductor(dim, sizes, monkeypatch, tmp_path)
     assert block.compiled == block.launched == {"forward_stand_in"}
-    assert compiled.src.fn is packaged.packaged_forward_kernel
+    assert compiled.src.fn is hopper.packaged_forward_kernel
     assert compiled.metadata.name == "packaged_forward_kernel"
     assert compiled.metadata.num_warps == 4 * sizes.strips + 4  # one loads, but warps come in groups
     assert compiled.metadata.global_scratch_size == 4 * 128
@@ -129,20 +130,20 @@ def test_a_compiler_sees_what_is_written(monkeypatch):
     monkeypatch.setattr(type(triton.runtime.driver), "active", target, raising=False)
     tensors = {name: torch.zeros(1, dtype=torch.bfloat16) for name in ("q", "k", "v", "out")}
     tensors |= {"items": torch.zeros(1, dtype=torch.int64), "counter": torch.zeros(1, dtype=torch.int32)}
-    numbers = {name: 2 for name in packaged.forward_stand_in.arg_names if name not in tensors}
-    kernel = kernel_side_table.add_kernel(packaged.forward_stand_in)
+    numbers = {name: 2 for name in hopper.forward_stand_in.arg_names if name not in tensors}
+    kernel = kernel_side_table.add_kernel(hopper.forward_stand_in)
     written = get_mutated_tensors(kernel, kernel_side_table.add_constant_args(numbers), tensors, {})
     assert sorted(written) == ["counter", "out"]
 
 
 def test_a_stand_in_with_other_parameters_is_refused():
     with pytest.raises(TypeError, match="forward_stand_in needs the parameters of forward_kernel"):
-        embedding.embed(packaged.forward_stand_in, packaged.forward_kernel)
+        embedding.embed(hopper.forward_stand_in, forward.forward_kernel)
 
 
 def test_a_stand_in_that_was_compiled_elsewhere_is_an_error():
     with pytest.raises(RuntimeError, match="did not compile forward_stand_in"), embedding.embedding():
-        embedding.launched(packaged.forward_stand_in)
+        embedding.launched(hopper.forward_stand_in)
 
 
 def test_every_program_has_scratch_memory_of_its_own():

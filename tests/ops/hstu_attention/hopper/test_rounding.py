@@ -38,7 +38,7 @@ ORDERS = pytest.mark.parametrize("even_first", [False, True])
 @ORDERS
 @SHAPES
 def test_without_a_gpu(tokens, heads, dim, even_first):
-    from recsys.ops.hstu_attention.hopper.launch import round_to
+    from recsys.ops.hstu_attention.hopper.backward import round_to
 
     sums, wanted, whole, rounded = case(tokens, heads, dim, even_first)
     round_to(rounded, sums, 0.5, even_first=even_first)
@@ -49,7 +49,7 @@ def test_without_a_gpu(tokens, heads, dim, even_first):
 @ORDERS
 @SHAPES
 def test_the_kernel(tokens, heads, dim, even_first):
-    from recsys.ops.hstu_attention.hopper.launch import LINE, round_kernel
+    from recsys.ops.hstu_attention.hopper.backward import LINE, round_kernel
 
     sums, wanted, whole, rounded = case(tokens, heads, dim, even_first)
     lines, programs = 16, -(-sums.numel() // (16 * LINE))

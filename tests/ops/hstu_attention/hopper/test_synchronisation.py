@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops import AttentionMask
-from recsys.ops.hstu_attention.hopper import backward, forward, launch
-from recsys.ops.hstu_attention.triton.launch import Problem
+from recsys.ops.hstu_attention.hopper import backward, forward
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import hopper_launch
 from tests.ops.cases import layout_of, samples
 from tests.ops.hstu_attention.emulated import inputs, results
@@ -31,14 +31,14 @@ LAYOUTS = {
 MASKS = (AttentionMask(window=100, prefix=10), AttentionMask())
 
 FORWARD_SIZES = [
-    (64, launch.ForwardSizes(64, stages, strips, held, 160, 24, q_tiles))
+    (64, forward.ForwardSizes(64, stages, strips, held, 160, 24, q_tiles))
     for stages, strips, q_tiles in ((2, 2, 2), (3, 3, 2), (2, 3, 1), (2, 2, 1))
     for held in (True, False)
 ]
 BACKWARD_SIZES = [
-    (64, launch.BackwardSizes(64, 2, 1, 240, 24)),
-    (64, launch.BackwardSizes(64, 4, 2, 240, 24)),
-    (128, launch.BackwardSizes(64, 2, 1, 240, 24)),
+    (64, backward.BackwardSizes(64, 2, 1, 240, 24)),
+    (64, backward.BackwardSizes(64, 4, 2, 240, 24)),
+    (128, backward.BackwardSizes(64, 2, 1, 240, 24)),
 ]
 
 NOT_NEEDED = {
@@ -66,17 +66,17 @@ def assert_near(ours, exact):
 
 
 def run_forward(monkeypatch, codes):
-    monkeypatch.setattr(launch, "forward_kernel", Emulated(forward.forward_kernel, codes))
+    monkeypatch.setattr(forward, "forward_kernel", Emulated(forward.forward_kernel, codes))
     for name, mask, (dim, sizes) in itertools.product(LAYOUTS, MASKS, FORWARD_SIZES):
         problem, tensors, _, exact = case(name, mask, dim)
-        assert_near(launch.forward(*tensors, problem, sizes), exact[0])
+        assert_near(forward.forward(*tensors, problem, sizes), exact[0])
 
 
 def run_backward(monkeypatch, codes):
-    monkeypatch.setattr(launch, "backward_kernel", Emulated(backward.backward_kernel, codes))
+    monkeypatch.setattr(backward, "backward_kernel", Emulated(backward.backward_kernel, codes))
     for name, mask, (dim, sizes) in itertools.product(LAYOUTS, MASKS, BACKWARD_SIZES):
         problem, tensors, cotangent, exact = case(name, mask, dim)
-        grads = launch.backward(cotangent, *tensors, problem, sizes)[:3]
+        grads = backward.backward(cotangent, *tensors, problem, sizes)[:3]
         for ours, right in zip(grads, exact[1:], strict=True):
             assert_near(ours, right)
 

@@ -17,7 +17,7 @@ TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
 def few_lanes(monkeypatch):
     """Several programs in the interpreter."""
     if INTERPRETED:
-        from recsys.ops.hstu_attention.work_list import device
+        from recsys.ops.hstu_attention.work_list import kernels as device
 
         few = {"LANES": 16, "CACHED_LANES": 16, "SAMPLES": 2, "ORDERED": 8, "COMPARED": 16}
         shrink(monkeypatch, device, **few)
@@ -44,7 +44,7 @@ def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:
 
 
 def assert_equal_lists(seed: int, where: str = "cpu") -> None:
-    from recsys.ops.hstu_attention.work_list import device
+    from recsys.ops.hstu_attention.work_list import kernels as device
 
     chance = random.Random(seed)
     layout, mask = random_case(chance)
@@ -60,7 +60,7 @@ def assert_equal_lists(seed: int, where: str = "cpu") -> None:
 
 def assert_equal_cached_lists(seed: int, where: str = "cpu") -> None:
     """New tokens behind cached ones: history and targets, some samples without either."""
-    from recsys.ops.hstu_attention.work_list import device
+    from recsys.ops.hstu_attention.work_list import kernels as device
 
     chance = random.Random(seed)
     whole, mask = random_case(chance)
@@ -85,7 +85,7 @@ def test_the_same_lists(compare, seed, runner):
 @interpreted
 def test_tiles_that_are_none_come_last():
     """If only the device knows the lengths, there may be fewer tiles than items."""
-    from recsys.ops.hstu_attention.work_list import device
+    from recsys.ops.hstu_attention.work_list import kernels as device
 
     layout = SequenceLayout(torch.tensor([30, 0, 70]), torch.tensor([5, 0, 0]), 0)
     numbers = (layout.lengths, layout.offsets, layout.num_targets)
@@ -97,7 +97,7 @@ def test_tiles_that_are_none_come_last():
 @interpreted
 def test_tiles_that_are_none_of_candidates():
     """All columns, as the operations have them."""
-    from recsys.ops.hstu_attention.work_list import device
+    from recsys.ops.hstu_attention.work_list import kernels as device
 
     lengths = torch.tensor([30, 0, 70])
     layout = SequenceLayout.trusted(
@@ -112,7 +112,7 @@ def test_tiles_that_are_none_of_candidates():
 @interpreted
 def test_a_long_list_is_sorted(monkeypatch):
     """In the same order as the kernel's, which compares each tile with each."""
-    from recsys.ops.hstu_attention.work_list import device
+    from recsys.ops.hstu_attention.work_list import kernels as device
 
     for seed in range(5):
         monkeypatch.setattr(device, "MOST_COMPARED", 0)

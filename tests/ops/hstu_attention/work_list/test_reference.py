@@ -8,7 +8,7 @@ import torch
 
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.work_list import cached_work, key_work, row_work
-from recsys.ops.hstu_attention.work_list.columns import (
+from recsys.ops.hstu_attention.work_list.reference import (
     CACHE_LENGTH,
     CACHE_START,
     COUNT_A,

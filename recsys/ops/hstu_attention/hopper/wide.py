@@ -18,6 +18,8 @@ last dO and q arrived; the next keys and values arrive meanwhile.
     SIZES     D, BLOCK_M, STAGES
 """
 
+from __future__ import annotations
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -9,10 +9,13 @@ then fit into a multiprocessor and hide one another's waits.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime.triton_support import block_width
 
 CHOSEN_WITH = "3.6"
@@ -31,6 +34,7 @@ class Blocks(NamedTuple):
 
 
 FORWARD_32 = {(64, 4): Blocks(32, 32, 8, 1), (128, 4): Blocks(32, 16, 8, 1), (256, 4): Blocks(16, 16, 8, 1)}
+
 BACKWARD_32 = FORWARD_32 | {(128, 4): Blocks(16, 16, 8, 1)}
 """Sizes in float32, as in `BLOCKS`."""
 
@@ -75,11 +79,7 @@ BLOCKS = {
         (256, 2): Blocks(32, 32, 8, 2),
         **FORWARD_32,
     },
-    ("keys", False): {
-        (64, 2): Blocks(64, 64, 4, 3),
-        (128, 2): Blocks(64, 128, 8, 3),
-        **BACKWARD_32,
-    },
+    ("keys", False): {(64, 2): Blocks(64, 64, 4, 3), (128, 2): Blocks(64, 128, 8, 3), **BACKWARD_32},
     ("keys", True): {
         (64, 2): Blocks(32, 64, 4, 3),
         (128, 2): Blocks(16, 64, 8, 2),
@@ -112,7 +112,6 @@ BLOCKS = {
     },
 }
 """Sizes by kernel and by the larger of the two head dimensions, at least 64, padded to a power of two."""
-
 
 ROOMY = 200 * 1024
 """Bytes of shared memory that one program needs for `BLOCKS`; only data-center GPUs since Hopper have that
@@ -164,3 +163,17 @@ def keys_kernels(dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> t
 
 def _width(qk_dim: int, v_dim: int) -> int:
     return block_width(max(qk_dim, v_dim), least=64)
+
+
+def blocks_for(kernel: str, q: Tensor, v: Tensor, problem: Problem) -> Blocks:
+    """Return the block sizes for one kernel of a call."""
+    biased = problem.bias is not None
+    return blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), biased, is_roomy(q.device))
+
+
+@lru_cache(maxsize=16)
+def is_roomy(device: torch.device) -> bool:
+    """Return True if the tiles for Hopper fit. Also True on a CPU, which may be tracing for a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOMY

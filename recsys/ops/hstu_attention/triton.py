@@ -1,44 +1,52 @@
-"""Launch the Triton kernels: block sizes, grids, and sums that a second pass finishes.
+"""The Triton backend of `hstu_attention`: launches of its kernels, an autograd function, and library ops for
+graphs.
 
-The functions here compute and do not record gradients; `ops` makes them differentiable. They use only what a
-compiler can trace: `wrap` surrounds each kernel, as the identity in eager mode and as
-`torch.library.wrap_triton` in a graph.
+`triton_kernels` holds the kernels, `bias` those for a relative bias; `work_list` lists the tiles that they
+work on. The launches use only what a compiler can trace: `wrap` surrounds each kernel, as the identity in
+eager mode and as `torch.library.wrap_triton` in a graph. Eager dispatch through the library costs about 60 us
+per call, so eager mode calls `HstuAttention` directly. In a traced graph `recsys::hstu_attention_triton` is
+one node, whose kernels a compiler sees and embeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import wrap_triton
 
-from recsys.ops.hstu_attention.bias import packed_launch
-from recsys.ops.hstu_attention.bias.launch import (
-    bias_arguments,
-    packed_arguments,
-    packed_parts,
-    packed_tables,
-)
-from recsys.ops.hstu_attention.bias.packed_launch import (
+from recsys.ops.hstu_attention.bias import packed as packed_bias
+from recsys.ops.hstu_attention.bias.kernels import bias_arguments
+from recsys.ops.hstu_attention.bias.packed import (
     Sums,
     bias_constants,
     finished,
     launch_with_declared_memory,
+    packed_arguments,
+    packed_parts,
+    packed_tables,
     tables_constants,
     zero_sums,
 )
 from recsys.ops.hstu_attention.bias.table_kernels import diagonal_work, diagonals_kernel, others_kernel
+from recsys.ops.hstu_attention.block_sizes import Blocks, blocks_for, is_roomy, keys_kernels
 from recsys.ops.hstu_attention.mask_forms import rule_of, rules
-from recsys.ops.hstu_attention.problem import Gradients, Problem
-from recsys.ops.hstu_attention.triton.backward import keys_kernel, rows_kernel
-from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels
-from recsys.ops.hstu_attention.triton.forward import forward_kernel
+from recsys.ops.hstu_attention.problem import (
+    FLAT_TABLES,
+    NUM_FLAT_TENSORS,
+    FlatProblem,
+    Gradients,
+    Problem,
+    flattened,
+)
+from recsys.ops.hstu_attention.triton_kernels import forward_kernel, keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.descriptors import Boxes, is_loadable, ragged_descriptor
 from recsys.ops.runtime.launch import Wrap, launch_specialized, unwrapped
+from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
 from recsys.ops.runtime.triton_support import block_width, load, missing_for_hopper, num_processors
 
 TABLES = ("tables",)
@@ -50,6 +58,17 @@ AT_ONCE = "recsys.ops.hstu_attention.bias.hopper_kernel"
 PROGRAMS_PER_PROCESSOR = 2
 """Programs per multiprocessor for the kernels that sum gradients of tables; each program needs memory of its
 own."""
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    """Run the kernels: scores, sums and bias are float32; work and memory grow with the tokens present, not
+    with padding."""
+    if torch.compiler.is_compiling():
+        return call_op(q, k, v, problem)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if problem.bias is None and not needs_grad:
+        return forward(q, k, v, problem)
+    return HstuAttention.apply(q, k, v, *problem.tables, problem)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwrapped) -> Tensor:
@@ -238,7 +257,7 @@ def _table_gradients(
 
 def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) -> bool:
     """Return True if the bias is added by inline assembly; never in graphs."""
-    return wrap is unwrapped and packed_launch.is_packed(kernel, q, v, problem.bias)
+    return wrap is unwrapped and packed_bias.is_packed(kernel, q, v, problem.bias)
 
 
 def parts_of(
@@ -262,12 +281,7 @@ def parts_of(
 
 
 def bias_arguments_of(
-    problem: Problem,
-    items: Tensor,
-    blocks: Blocks,
-    wrap: Wrap,
-    packed: bool = False,
-    rows_first: bool = True,
+    problem: Problem, items: Tensor, blocks: Blocks, wrap: Wrap, packed: bool = False, rows_first: bool = True
 ) -> list[Tensor | int]:
     """Return the arguments from `position_table` on; if `packed`, without the records."""
     layout, bias = problem.layout, problem.bias
@@ -300,20 +314,6 @@ def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
 def _like_table(sums: Tensor, table: Tensor) -> Tensor:
     """Convert [H, buckets] to the table's shape and dtype; a table without heads gets the sum over heads."""
     return (sums if table.dim() == 2 else sums.sum(0)).to(table.dtype)
-
-
-def blocks_for(kernel: str, q: Tensor, v: Tensor, problem: Problem) -> Blocks:
-    """Return the block sizes for one kernel of a call."""
-    biased = problem.bias is not None
-    return blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), biased, is_roomy(q.device))
-
-
-@lru_cache(maxsize=16)
-def is_roomy(device: torch.device) -> bool:
-    """Return True if the tiles for Hopper fit. Also True on a CPU, which may be tracing for a GPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOMY
 
 
 def with_dense_rows(tensor: Tensor) -> Tensor:
@@ -372,3 +372,65 @@ def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[st
         "num_stages": blocks.num_stages,
         **({} if blocks.max_registers is None else {"maxnreg": blocks.max_registers}),
     }
+
+
+class HstuAttention(torch.autograd.Function):
+    """Autograd function, called as `apply(q, k, v, position_table, time_table, problem)`.
+
+    The tables are those of the problem's bias, or None; they are separate parameters so that they get
+    gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_table: Tensor | None,
+        time_table: Tensor | None,
+        problem: Problem,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.problem = problem
+        return forward(q, k, v, problem)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        tables = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        gradients = backward(grad_out, *ctx.saved_tensors, ctx.problem, tables=tables)
+        return (*gradients, None)
+
+
+def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    """Call the library op, for traced graphs."""
+    return hstu_attention_triton(q, k, v, *flattened(problem))
+
+
+@traceable_op("hstu_attention_triton")
+@flat_signature(dict.fromkeys(("q", "k", "v"), Tensor), FlatProblem, returns=Tensor)
+def hstu_attention_triton(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor:
+    """Compute `hstu_attention` for a flattened problem."""
+    return forward(q, k, v, FlatProblem(*flat).rebuilt(q.shape[0]), wrap_triton)
+
+
+@traceable_op("hstu_attention_triton_backward")
+@flat_signature(dict.fromkeys(("grad_out", "q", "k", "v"), Tensor), FlatProblem, returns=list[Tensor])
+def hstu_attention_triton_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *flat: Any
+) -> list[Tensor]:
+    """Compute the gradients of q, k and v, and of both tables if there are any."""
+    problem = FlatProblem(*flat).rebuilt(q.shape[0])
+    gradients = backward(grad_out, q, k, v, problem, tables=problem.bias is not None, wrap=wrap_triton)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = hstu_attention_triton_backward(grad_out, *ctx.saved_tensors, *ctx.rest)
+    flat: list[Tensor | None] = [None] * (NUM_FLAT_TENSORS + len(ctx.rest))
+    flat[FLAT_TABLES : FLAT_TABLES + 2] = gradients[3:] or (None, None)
+    return (*gradients[:3], *flat)
+
+
+differentiable(hstu_attention_triton, _backward, saving(3 + NUM_FLAT_TENSORS))
