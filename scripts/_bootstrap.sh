@@ -21,7 +21,11 @@ make_venv() {
     for python in python3 python3.13 python3.12 python3.11 python3.10 python; do
         if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
             echo "+ $python -m venv .venv"
-            "$python" -m venv .venv && return 0
+            if "$python" -m venv .venv; then
+                # The pip that comes with a Python may be years old. It takes twice as long to choose the versions.
+                .venv/bin/python -m pip install -q --upgrade pip || true
+                return 0
+            fi
             rm -rf .venv
             echo "$python could not make a virtual environment (on Debian and Ubuntu: apt install python3-venv)" >&2
             exit 5

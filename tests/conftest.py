@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import signal
+from pathlib import Path
 
 import hypothesis
 import numpy
@@ -20,20 +21,30 @@ hypothesis.settings.load_profile("fixed")
 # quarter of the CPU time of many tests: they are rare, and leave out what precedes the first test.
 gc.set_threshold(50_000, 20, 100)
 
-LONG_FILES = {
-    "test_distributed.py",
+# The stack trace of each node takes a sixth of the time in which a graph is captured. No test reads it.
+torch.fx.config.do_not_emit_stack_traces = True
+
+LONG_FILES = (
     "test_export_predict.py",
-    "test_generator.py",
-    "test_hopper_compile.py",
-    "test_hopper_emulated.py",
-    "test_hopper_kernel.py",
-    "test_readme.py",
     "test_ready_configs.py",
-    "test_signature.py",
     "test_triton_compile.py",
-}
-"""Files that take longest. They come first, with those that share a server, so that no worker is left alone
-with one of them at the end."""
+    "test_hopper_compile.py",
+    "test_signature.py",
+    "test_hopper_emulated.py",
+    "test_cached_signature.py",
+    "test_compiled.py",
+    "test_generator.py",
+    "test_commands.py",
+    "test_cached_stack.py",
+    "test_prefill.py",
+    "test_layer_groups.py",
+    "test_serve_two.py",
+    "test_architecture.py",
+    "test_bench_cpu.py",
+    "test_docs.py",
+)
+"""Files that take longest, the longest first. They start after the files that share a server, which all run
+in one worker, and before all others, so that no worker is left alone with one of them at the end."""
 
 
 def pytest_addoption(parser):
@@ -66,7 +77,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip_gpu)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(skip_slow)
-    items.sort(key=lambda item: item.path.name not in LONG_FILES and server_of(item.path) is None)
+    items.sort(key=lambda item: _start_order(item.path))
+
+
+def _start_order(path: Path) -> int:
+    """Returns the place of a test file among those that start: the smallest number is the first."""
+    if server_of(path) is not None:
+        return -1
+    return LONG_FILES.index(path.name) if path.name in LONG_FILES else len(LONG_FILES)
 
 
 @pytest.hookimpl(optionalhook=True)

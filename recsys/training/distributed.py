@@ -68,8 +68,10 @@ def process_group(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
     show_error = sys.excepthook
     processes = _start(timeout)
     try:
-        yield processes
-        gc.collect()
+        try:
+            yield processes
+        finally:
+            gc.collect()
         dist.barrier()
     except RuntimeError as error:
         if _is_broken_collective(error):
@@ -79,7 +81,6 @@ def process_group(timeout: timedelta = TIMEOUT) -> Iterator[Processes]:
             ) from error
         raise
     finally:
-        gc.collect()
         dist.destroy_process_group()
         # torch.distributed installs a hook that prefixes traceback lines with the rank, and never removes it.
         sys.excepthook = show_error

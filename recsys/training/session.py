@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -97,6 +97,11 @@ class Session:
         """The model, its tables sharded in place."""
         return self.step.model
 
+    @cached_property
+    def _versions(self) -> dict[str, str]:
+        """The versions of libraries in a saved state; reading them takes as long as a small step."""
+        return environment.versions()
+
     @property
     def accumulate(self) -> int:
         """The number of batches per rank in one step."""
@@ -149,7 +154,7 @@ class Session:
             rng=gather(capture_rng(self.processes.device)),
             inputs=self.inputs,
             config=config.to_text(self.pipeline),
-            versions=environment.versions(),
+            versions=self._versions,
             world_size=self.processes.world_size,
         )
 
