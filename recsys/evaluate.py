@@ -10,6 +10,13 @@ from recsys import cli
 from recsys.callable_module import make_callable
 from recsys.package_flags import add_verify_key, config_to_evaluate, measure_package
 
+COMPARISONS = {
+    "exact": "beam search: also the share of the exactly best items that beams of several widths find (slow)",
+    "weights": "ids and codes: also NDCG with other weights of ids; choose one with --split validation",
+    "popularity": "next-item models: also metrics of targets that are frequent, rare, or new in training",
+}
+"""Help of the flags that add figures to those of an evaluation."""
+
 
 def run(call: cli.Call) -> None:
     """Evaluate a trained model, or an exported package, on the validation or test rows."""
@@ -50,20 +57,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--package", metavar="DIR", help=about)
     add_verify_key(parser)
     comparisons = parser.add_mutually_exclusive_group()
-    comparisons.add_argument(
-        "--compare-exact",
-        dest="compare",
-        action="store_const",
-        const="exact",
-        help="beam search: also the share of the exactly best items that beams of several widths find (slow)",
-    )
-    comparisons.add_argument(
-        "--compare-weights",
-        dest="compare",
-        action="store_const",
-        const="weights",
-        help="ids and codes: also NDCG with other weights of ids; choose one with --split validation",
-    )
+    for name, about in COMPARISONS.items():
+        flag = f"--compare-{name}"
+        comparisons.add_argument(flag, dest="compare", action="store_const", const=name, help=about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

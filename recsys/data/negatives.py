@@ -209,7 +209,7 @@ class FrequencySampler:
     def open(cls, pipeline: pb.Pipeline) -> "FrequencySampler":
         """Reads the counts in the vocabulary file of a resolved pipeline's items."""
         chosen = model_of(pipeline).softmax.frequency
-        return cls(_read_counts(pipeline), chosen.power, chosen.num_negatives)
+        return cls(read_counts(pipeline), chosen.power, chosen.num_negatives)
 
     def draw(self, hashes: np.ndarray) -> np.ndarray:
         """Maps each hash to an int64 row of the item table."""
@@ -248,7 +248,7 @@ class InBatchLogQ:
     @classmethod
     def open(cls, pipeline: pb.Pipeline) -> "InBatchLogQ":
         """Reads the counts in the vocabulary file of a resolved pipeline's items."""
-        return cls(_read_counts(pipeline), num_drawn(model_of(pipeline).softmax))
+        return cls(read_counts(pipeline), num_drawn(model_of(pipeline).softmax))
 
     def log_weights(self, rows: np.ndarray, num_events: int) -> np.ndarray:
         """Computes the log weights of rows of the item table in a batch of `num_events` events, float32."""
@@ -276,7 +276,7 @@ def _read_log_q(pipeline: pb.Pipeline, sampler: NegativeSampler) -> InBatchLogQ 
     return None
 
 
-def _read_counts(pipeline: pb.Pipeline) -> np.ndarray:
+def read_counts(pipeline: pb.Pipeline) -> np.ndarray:
     """Reads the training events of each row of the item table from the items' vocabulary file."""
     item = features.searched_item(pipeline)
     vocabulary = mappings(pipeline)[item.id.table]

@@ -1,9 +1,11 @@
 """Runs training from config to last log line, and evaluates saved states."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,12 +16,15 @@ from recsys import files
 from recsys import protos as pb
 from recsys.config import registry
 from recsys.config.declarations import model_of
+from recsys.data.batch import Batch
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
+from recsys.data.negatives import read_counts
 from recsys.errors import ConfigError, RecsysError
 from recsys.evaluation.reference import measure_reference
 from recsys.models import Model, build_model, layout_rule
 from recsys.models.check_kernels import check_kernels
+from recsys.models.popularity import popularity_groups, popularity_sums
 from recsys.training import averaging, checkpoint, evaluator, out_of_memory, run_vocabularies
 from recsys.training.distributed import Processes, on_main
 from recsys.training.hooks import Hook, Outcome, Run, SplitMetrics
@@ -199,7 +204,8 @@ def evaluate(
         which: "best", "newest" or the number of a step.
         limit: the most batches that each rank reads; None reads all.
         compare: "exact" adds the share of the exactly best items that the model's search finds, "weights" the
-            NDCG of other weights of a model that mixes scores.
+            NDCG of other weights of a model that mixes scores, "popularity" metrics by how often training has
+            seen the target.
 
     Raises:
         ConfigError: the config names no rows for the split, asks for something that the device cannot do,
@@ -217,6 +223,11 @@ def evaluate(
         raise ConfigError(
             f"--compare-weights: it is for ids beside codes; {declared.kind or 'this model'} has one score"
         )
+    if compare == "popularity" and declared.item_feature is None:
+        raise ConfigError(
+            f"--compare-popularity: it is for next-item models; {declared.kind or 'this model'} "
+            "searches no items"
+        )
     loaded = load_model(pipeline, folder, processes, which)
     loader = Loader.open(
         pipeline,
@@ -229,9 +240,19 @@ def evaluate(
     metrics = evaluator.evaluate(loaded.model, loader, processes.device, limit)
     counts = evaluator.counted(loader)
     if compare is not None:
-        sums = loaded.model.exact_recall if compare == "exact" else loaded.model.weight_gains
-        metrics |= evaluator.ratios(loaded.model, sums, loader, processes.device, limit)
+        sums = _compared_sums(compare, loaded.model, pipeline)
+        compared = evaluator.ratios(loaded.model, sums, loader, processes.device, limit)
+        # A group without targets has no metrics.
+        metrics |= {name: value for name, value in compared.items() if not math.isnan(value)}
     return Evaluation(loaded.checkpoint, metrics, counts)
+
+
+def _compared_sums(compare: str, model: Model, pipeline: pb.Pipeline) -> Callable[[Batch], dict[str, Tensor]]:
+    """Returns the function whose sums over all batches `evaluate` adds to the metrics."""
+    if compare == "popularity":
+        groups = torch.from_numpy(popularity_groups(read_counts(pipeline)))
+        return partial(popularity_sums, model, groups=groups)
+    return model.exact_recall if compare == "exact" else model.weight_gains
 
 
 def load_model(pipeline: pb.Pipeline, folder: Path, processes: Processes, which: str) -> LoadedModel:
