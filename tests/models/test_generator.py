@@ -342,6 +342,12 @@ def test_only_listed_items_are_found_and_ranked(model, pipeline, folder, kind, r
             of_listed > -torch.inf, torch.isin(torch.arange(1, 21), torch.tensor(numbers))[None].expand(5, -1)
         )
         torch.testing.assert_close(limited.answer_ranks((of_listed,), None, batch).tolist(), expected)
+    program = captured(searching, batch)
+    with torch.no_grad():
+        actual, found = program(*inputs_of(batch, searching.pipeline)), searching.score(batch)
+    pairs = zip(actual, found, strict=True) if kind == "beam" else [(actual, found)]
+    for tensor, answer in pairs:
+        torch.testing.assert_close(tensor, answer)
     table = pa.table(
         {
             "uih_item_id": [[104, 102], []],
