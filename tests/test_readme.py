@@ -113,6 +113,12 @@ NOT_RUN = {
     "--run-dir runs/movielens_generator": "minutes; test_ready_configs.py trains a part of it",
     "python -m recsys.evaluate --run-dir runs/movielens_generator --compare-exact "
     "--set 'model.generator.decoding={beam_size: 200}'": "it needs that run; tests/models/test_generator.py",
+    "python -m recsys.evaluate --run-dir runs/movielens_generator "
+    "--set 'model.generator.decoding.items=\"stock.parquet\"'": "it needs that run; "
+    "tests/models/test_generator.py",
+    "recsys evaluate --run-dir runs/beauty-cold --set 'model.generator.decoding="
+    '{method: EXACT items: "data/beauty-cold/held_out.parquet"}\'': "its data is not bundled; "
+    "tests/models/test_generator.py",
     "python -m recsys.train --config experiments/2026-11-28-sid-quality/tiger.config "
     "--run-dir runs/amazon_beauty_tiger": "no bundled data; tests/models/test_generator.py has such a model",
     "recsys sid fit --embeddings data/vectors --output data/opq --quantizer opq --levels 16": "it needs "
