@@ -113,6 +113,7 @@ NOT_RUN = {
     "--run-dir runs/movielens_generator": "minutes; test_ready_configs.py trains a part of it",
     "python -m recsys.evaluate --run-dir runs/movielens_generator --compare-exact "
     "--set 'model.generator.decoding={beam_size: 200}'": "it needs that run; tests/models/test_generator.py",
+    "recsys evaluate --compare-popularity": "the name of a flag; tests/models/test_popularity.py",
     "python -m recsys.evaluate --run-dir runs/movielens_generator "
     "--set 'model.generator.decoding.items=\"stock.parquet\"'": "it needs that run; "
     "tests/models/test_generator.py",
