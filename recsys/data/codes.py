@@ -128,10 +128,15 @@ def listed_items(pipeline: pb.Pipeline, path: str) -> np.ndarray:
     """
     feature = features.searched_item(pipeline)
     vocabulary = mappings(pipeline)[feature.id.table]
+    field = f"{model_of(pipeline).path}.decoding.items"
     try:
         table = pq.read_table(path)
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: no such file; correct {field}, or leave it out to search all items"
+        ) from None
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet ({error})") from None
+        raise DataError(f"{path}: cannot be read as parquet ({error}); {field} names it") from None
     if feature.name not in table.column_names:
         raise DataError(f"{path}: no column {feature.name!r}; it has {', '.join(table.column_names)}")
     ids = one_array(table[feature.name]).drop_null()

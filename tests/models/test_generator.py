@@ -363,7 +363,12 @@ def test_only_listed_items_are_found_and_ranked(model, pipeline, folder, kind, r
 def test_a_list_of_items_that_does_not_fit_is_refused(pipeline, folder):
     path = folder / "stock.parquet"
     pipeline.model.generator.decoding.items = str(path)
-    with pytest.raises(DataError, match="stock.parquet: cannot be read as parquet"):
+    with pytest.raises(
+        DataError, match="stock.parquet: no such file; correct model.generator.decoding.items"
+    ):
+        build_model(pipeline)
+    path.write_text("item_id")
+    with pytest.raises(DataError, match="stock.parquet: cannot be read as parquet .*decoding.items names it"):
         build_model(pipeline)
     for table, message in (
         ({"id": [101]}, "no column 'item_id'; it has id"),
