@@ -344,8 +344,8 @@ def test_only_listed_items_are_found_and_ranked(model, pipeline, folder, kind, r
         torch.testing.assert_close(limited.answer_ranks((of_listed,), None, batch).tolist(), expected)
     program = captured(searching, batch)
     with torch.no_grad():
-        actual, found = program(*inputs_of(batch, searching.pipeline)), searching.score(batch)
-    pairs = zip(actual, found, strict=True) if kind == "beam" else [(actual, found)]
+        actual, expected = program(*inputs_of(batch, searching.pipeline)), searching.score(batch)
+    pairs = zip(actual, expected, strict=True) if kind == "beam" else [(actual, expected)]
     for tensor, answer in pairs:
         torch.testing.assert_close(tensor, answer)
     table = pa.table(
