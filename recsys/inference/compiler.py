@@ -98,9 +98,6 @@ def _settings(pipeline: pb.Pipeline) -> dict[str, object]:
         "aot_inductor.check_lowerbound": False,
         # This affects only the glue code between kernels, not kernels. It halves the time of compilation.
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        # PyTorch's headers would be compiled in advance, to 290 MB of temporary files: 24 s of CPU time in
-        # the first export on a machine, for 6 s less in each later graph.
-        "aot_inductor.precompile_headers": False,
         # On a GPU, padding of matrices to faster sizes would bound inputs by the sizes of the example.
         "shape_padding": False,
         # Without this setting, PyTorch would compile and run a program per instruction set to find out
