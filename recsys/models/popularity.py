@@ -6,6 +6,7 @@ from torch import Tensor
 
 from recsys.data.batch import Batch
 from recsys.models.next_item import NextItemModel
+from recsys.modules.metrics.base import RankMean
 
 GROUPS = ("head", "middle", "tail", "new")
 """The most frequent items with a third of all training events, those with the next third, the others with at
@@ -36,6 +37,8 @@ def popularity_groups(counts: np.ndarray) -> np.ndarray:
 def popularity_sums(model: NextItemModel, batch: Batch, groups: Tensor) -> dict[str, Tensor]:
     """Sums the metrics of the config over the candidates of each group, and the weights of all candidates.
 
+    Metrics that are not means over targets, which other packages may add, are left out.
+
     Args:
         groups: int64 [rows of the item table], from `popularity_groups`.
 
@@ -51,6 +54,7 @@ def popularity_sums(model: NextItemModel, batch: Batch, groups: Tensor) -> dict[
         of_group = weights * chosen
         sums[f"targets/{name}"] = torch.stack([of_group.sum(), weights.sum()])
         for metric_name, metric in model.metrics().items():
-            gain = (metric.gain(ranks.double()) * of_group).sum()
-            sums[f"{metric_name}/{name}"] = torch.stack([gain, of_group.sum()])
+            if isinstance(metric, RankMean):
+                gain = (metric.gain(ranks.double()) * of_group).sum()
+                sums[f"{metric_name}/{name}"] = torch.stack([gain, of_group.sum()])
     return sums

@@ -242,8 +242,9 @@ def evaluate(
     if compare is not None:
         sums = _compared_sums(compare, loaded.model, pipeline)
         compared = evaluator.ratios(loaded.model, sums, loader, processes.device, limit)
-        # A group without targets has no metrics.
-        metrics |= {name: value for name, value in compared.items() if not math.isnan(value)}
+        if compare == "popularity":  # a group without targets has no metrics
+            compared = {name: value for name, value in compared.items() if not math.isnan(value)}
+        metrics |= compared
     return Evaluation(loaded.checkpoint, metrics, counts)
 
 
