@@ -72,7 +72,7 @@ class Asked:
     async def _score(
         self, arm: int, model: ServingModel, prepared: Prepared, until: float
     ) -> list[dict[str, Any]]:
-        future = model.batcher.submit(prepared, len(prepared.rows), until)
-        rows = model.answer_rows(prepared, await asyncio.wrap_future(future))
+        columns = await model.batcher.submit(prepared, len(prepared.rows), until)
+        rows = model.answer_rows(prepared, columns)
         self._metrics.rows.labels(NAMES[arm]).inc(len(rows))
         return rows

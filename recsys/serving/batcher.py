@@ -1,15 +1,17 @@
 """Puts requests that wait at the same time into one batch, which a single thread computes.
 
 The call of a package holds Python's global lock, so a second thread would gain nothing. The queue is bounded,
-and a request that could not be answered in time is never computed.
+and a request that could not be answered in time is never computed. All answers of a batch reach the event
+loop in one call: at each call the loop takes the lock, and the thread waits until it gets the lock back.
 """
 
+import asyncio
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -53,11 +55,11 @@ class _Waiting(Generic[Request, Answer]):
     rows: int
     deadline: float
     arrived: float
-    answer: "Future[Answer]"
+    answer: "asyncio.Future[Answer]"
 
 
 class Batcher(Generic[Request, Answer]):
-    """A bounded queue and the thread that empties it.
+    """A bounded queue and the thread that empties it. All requests come from one event loop.
 
     Args:
         run: computes one answer for each request of a batch, in order; an answer that is an exception is
@@ -91,8 +93,8 @@ class Batcher(Generic[Request, Answer]):
         """Returns whether the thread is running."""
         return self._thread.is_alive()
 
-    def submit(self, request: Request, rows: int, deadline: float) -> "Future[Answer]":
-        """Puts a request into the queue.
+    def submit(self, request: Request, rows: int, deadline: float) -> "asyncio.Future[Answer]":
+        """Puts a request into the queue. Call it in the event loop that waits for the answer.
 
         Args:
             request: the request, as `run` takes it.
@@ -100,7 +102,8 @@ class Batcher(Generic[Request, Answer]):
             deadline: time of `time.monotonic` after which nobody waits for the answer.
 
         Returns:
-            A future of the answer. Its error is that of `run`, or DeadlineError.
+            A future of the answer. Its error is that of `run`, or DeadlineError. Unless its computation has
+            begun, a request whose future is cancelled is not computed.
 
         Raises:
             QueueFullError: there is no room.
@@ -111,7 +114,8 @@ class Batcher(Generic[Request, Answer]):
                 raise ClosedError
             if self._queue and self._rows + rows > self._limits.max_queue:
                 raise QueueFullError
-            waiting = _Waiting(request, rows, deadline, time.monotonic(), Future())
+            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            waiting = _Waiting(request, rows, deadline, time.monotonic(), answer)
             self._queue.append(waiting)
             self._rows += rows
             self._changed.notify()
@@ -132,11 +136,11 @@ class Batcher(Generic[Request, Answer]):
     def _work(self) -> None:
         while batch := self._take():
             now = time.monotonic()
-            for waiting in batch:
-                # A request whose client has gone is cancelled.
-                if waiting.answer.set_running_or_notify_cancel() and waiting.deadline <= now:
-                    waiting.answer.set_exception(DeadlineError())
-            live = [waiting for waiting in batch if not waiting.answer.done()]
+            late = [waiting for waiting in batch if waiting.deadline <= now]
+            if late:
+                _deliver([(waiting, DeadlineError()) for waiting in late])
+            # A request whose client has gone is cancelled.
+            live = [waiting for waiting in batch if waiting.deadline > now and not waiting.answer.cancelled()]
             if live:
                 self._observe(sum(waiting.rows for waiting in live))
                 self._answer(live)
@@ -165,16 +169,30 @@ class Batcher(Generic[Request, Answer]):
     def _answer(self, batch: Sequence[_Waiting[Request, Answer]]) -> None:
         try:
             answers = self._run([waiting.request for waiting in batch])
-            for waiting, answer in zip(batch, answers, strict=True):
-                if isinstance(answer, Exception):
-                    waiting.answer.set_exception(answer)
-                else:
-                    waiting.answer.set_result(answer)
+            answered = list(zip(batch, answers, strict=True))
         except Exception as error:  # noqa: BLE001  whoever waits for the answer gets it
-            undone = [waiting for waiting in batch if not waiting.answer.done()]
-            if len(undone) == 1:
-                undone[0].answer.set_exception(error)
+            if len(batch) == 1:
+                _deliver([(batch[0], error)])
                 return
             log.info("a batch of %d requests failed (%s), each is computed alone", len(batch), error)
-            for waiting in undone:
+            for waiting in batch:
                 self._answer([waiting])
+        else:
+            _deliver(answered)
+
+
+def _deliver(answered: Sequence[tuple[_Waiting[Request, Answer], Answer | Exception]]) -> None:
+    """Lets the event loop set the results of the requests' futures."""
+
+    def set_results() -> None:
+        for waiting, answer in answered:
+            if waiting.answer.cancelled():
+                continue
+            if isinstance(answer, Exception):
+                waiting.answer.set_exception(answer)
+            else:
+                waiting.answer.set_result(answer)
+
+    # A loop that has ended raises RuntimeError: nobody waits for these answers.
+    with suppress(RuntimeError):
+        answered[0][0].answer.get_loop().call_soon_threadsafe(set_results)

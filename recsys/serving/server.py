@@ -1,5 +1,6 @@
 """Runs the application: the socket, uvicorn, and an orderly shutdown."""
 
+import gc
 import logging
 import os
 import signal
@@ -80,7 +81,9 @@ def serve(
     def load(place: Path) -> ServingModel:
         package = Package(place, verify_key=settings.verify_key)
         store = StoreOptions(settings.store, lambda way, rows: metrics.store_rows.labels(way).inc(rows))
-        return ServingModel(package, requests, batches, lambda rows: metrics.batch_rows.observe(rows), store)
+        model = ServingModel(package, requests, batches, lambda rows: metrics.batch_rows.observe(rows), store)
+        _collect_garbage()
+        return model
 
     def observer(name: str) -> Callable[[ServingModel], None]:
         return lambda model: metrics.set_model(name, model.version)
@@ -153,6 +156,17 @@ def read_token(file: str | None, variable: str | None) -> str | None:
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{where}: a token is ASCII without spaces")
     return token
+
+
+def _collect_garbage() -> None:
+    """Collects garbage, and leaves out of later collections what is in memory now, such as loaded packages.
+
+    A collection that goes through the 400,000 objects of a server keeps requests waiting for half a second.
+    Garbage of a package that has been replaced is collected at the next reload.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

@@ -299,7 +299,9 @@ def test_a_broken_package_leaves_the_old_one_and_a_new_one_takes_over_without_a_
     try:
         loaded = server.client.post("/reload", json={"package": "second"})
         # Loading has ended; the new one answers a few.
-        time.sleep(0.2)
+        until = time.monotonic() + 30
+        while answers[-1][1].json().get("model") == before and time.monotonic() < until:
+            time.sleep(0.05)
     finally:
         done.set()
         for thread in threads:

@@ -1,15 +1,49 @@
 """The batcher without a model: what is computed together, what is refused, one answer for each request."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import Future, wait
 
 import pytest
 
-from recsys.serving.batcher import Batcher, BatchLimits, ClosedError, DeadlineError, QueueFullError
+from recsys.serving import batcher as tested
+from recsys.serving.batcher import BatchLimits, ClosedError, DeadlineError, QueueFullError
 
 LATER = 1e12
 """A deadline that does not come."""
+
+LOOP = asyncio.new_event_loop()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def running_loop():
+    thread = threading.Thread(target=LOOP.run_forever, daemon=True)
+    thread.start()
+    yield
+    LOOP.call_soon_threadsafe(LOOP.stop)
+    thread.join(5)
+    LOOP.close()
+
+
+class Batcher(tested.Batcher):
+    """Passes requests of any thread on to the event loop, and their answers back."""
+
+    def submit(self, request, rows, deadline) -> Future:
+        accepted: Future[None] = Future()
+
+        async def ask():
+            try:
+                answer = tested.Batcher.submit(self, request, rows, deadline)
+            except Exception as error:
+                accepted.set_exception(error)
+                raise
+            accepted.set_result(None)
+            return await answer
+
+        coming = asyncio.run_coroutine_threadsafe(ask(), LOOP)
+        accepted.result(5)
+        return coming
 
 
 class Gate:
@@ -103,6 +137,7 @@ def test_a_cancelled_request_is_not_computed():
     assert gate.entered.acquire(timeout=5)
     gone, stays = batcher.submit(1, 1, LATER), batcher.submit(2, 1, LATER)
     assert gone.cancel()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), LOOP).result(5)
     gate.open()
     assert (first.result(5), stays.result(5)) == (0, 4)
     assert gate.batches == [[0], [2]] and batcher.close(5)
@@ -127,11 +162,10 @@ def test_an_error_reaches_only_the_request_that_causes_it():
 
 
 def test_fewer_answers_than_requests_leave_none_without_one():
-    batcher = Batcher(lambda requests: [0], limits(max_batch=2, max_wait=30))
-    answers = [batcher.submit(number, 1, LATER) for number in (1, 2)]
-    assert answers[0].result(5) == 0
-    with pytest.raises(ValueError, match="shorter"):
-        answers[1].result(5)
+    batcher = Batcher(lambda requests: [0] * (len(requests) - 1), limits(max_batch=2, max_wait=30))
+    for answer in [batcher.submit(number, 1, LATER) for number in (1, 2)]:
+        with pytest.raises(ValueError, match="shorter"):
+            answer.result(5)
     assert batcher.close(5)
 
 
@@ -145,7 +179,7 @@ def test_closing_answers_what_waits_and_refuses_the_rest():
     with pytest.raises(ClosedError):
         batcher.submit(3, 1, LATER)
     gate.open()
-    assert batcher.close(5) and [answer.result(0) for answer in answers] == [0, 2, 4]
+    assert batcher.close(5) and [answer.result(5) for answer in answers] == [0, 2, 4]
 
 
 def test_many_threads_get_each_its_own_answer_once():
@@ -170,3 +204,20 @@ def test_many_threads_get_each_its_own_answer_once():
         thread.join(30)
     assert wrong == [] and not any(thread.is_alive() for thread in threads)
     assert batcher.waiting_rows == 0 and batcher.close(5)
+
+
+def test_answers_for_a_loop_that_has_ended_are_dropped_and_the_thread_goes_on():
+    gate = Gate()
+    batcher = tested.Batcher(gate, limits())
+
+    async def ask(number: int) -> int:
+        return await batcher.submit(number, 1, LATER)
+
+    async def leave() -> None:
+        left = asyncio.get_running_loop().create_task(ask(1))
+        assert await asyncio.to_thread(gate.entered.acquire, timeout=5) and not left.done()
+
+    asyncio.run(leave())
+    gate.open()
+    assert asyncio.run(ask(2)) == 4
+    assert batcher.is_alive and batcher.close(5)

@@ -1,5 +1,6 @@
 """A served package with a store of users, without HTTP: whom it knows again, and by what."""
 
+import asyncio
 import time
 from collections import Counter
 
@@ -37,7 +38,11 @@ def test_a_user_is_known_by_the_first_key_column_or_by_history(tmp_path, monkeyp
 
     def ask(*rows: dict) -> Counter:
         before, prepared = Counter(ways), model.prepare({"rows": list(rows)})
-        answer = model.batcher.submit(prepared, len(rows), time.monotonic() + 60).result(60)
+
+        async def answered() -> dict:
+            return await model.batcher.submit(prepared, len(rows), time.monotonic() + 60)
+
+        answer = asyncio.run(answered())
         for name in ("is_click", "watch_time"):
             assert answer[name][-1] == pytest.approx(expected[name][0].as_py(), abs=1e-5)
         return ways - before
