@@ -321,9 +321,10 @@ def _without_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # both calls move all objects to the oldest generation and look at none
-            gc.freeze()
-            gc.unfreeze()
+        leaves_out = gc.get_freeze_count() > 0
+        gc.freeze()
+        if not leaves_out:
+            gc.unfreeze()  # both calls move all objects to the oldest generation and look at none
         gc.enable()
 
 
