@@ -71,6 +71,12 @@ SAME_GRAPH = {
 """By config whose graph is not captured: one that is captured and has the same model but for numbers
 and metrics."""
 
+SAME_PARTS = {
+    "amazon_beauty_hybrid.config": ("ml_1m_hybrid.config", "amazon_beauty_linear.config"),
+    "amazon_beauty_sasrec.config": ("ml_1m_sasrec.config",),
+}
+"""By config whose graph is not captured, either: those that are captured and have its parts."""
+
 
 def movielens_ranking(folder: Path) -> Path:
     """The bundled ratings, with users (whom the small releases do not have), made ready for ranking."""
@@ -161,7 +167,7 @@ def test_a_config_learns_and_predicts_what_evaluation_says(trained, request):
     assert len(losses) == STEPS and all(0 < loss < 100 for loss in losses)
     model = parity.trained_model(trained.run, trained.pipeline)
     batches = parity.evaluated_batches(trained.pipeline)
-    if request.node.callspec.params["trained"] in SAME_GRAPH:
+    if request.node.callspec.params["trained"] in SAME_GRAPH | SAME_PARTS:
         package = parity.package_of(model, batches, ScoringGraph(model).eval())
     else:
         package = parity.captured_package(model, batches)
@@ -189,6 +195,16 @@ def test_a_graph_that_is_not_captured_is_one_that_is_in_other_sizes(name, captur
         model.retriever.ClearField("metrics")
         texts.append(re.sub(r"\d[\d.]*", "0", text_format.MessageToString(model)))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("name", "captured"), SAME_PARTS.items())
+def test_the_mixer_of_a_graph_that_is_not_captured_is_one_that_is(name, captured):
+    kinds = []
+    for file in (name, *captured):
+        model = config.load(f"configs/{file}").model
+        family = getattr(model, model.WhichOneof("model"))
+        kinds.append((type(family), family.mixer.WhichOneof("mixer")))
+    assert kinds[0][0] == kinds[1][0] and kinds[0][1] in {mixer for _, mixer in kinds[1:]}
 
 
 def test_every_config_has_rows_to_be_tried_on():

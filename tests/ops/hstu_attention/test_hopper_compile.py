@@ -1,6 +1,7 @@
 """The Hopper kernels compiled and assembled for sm_90a, without a GPU: registers, instructions, their order.
 
-The mask with everything in it and other sizes to choose from with `--slow`. Skips without Triton.
+The mask with everything in it, other sizes to choose from, and kernels of heads of 64 whose loops are those
+of wider heads, with `--slow`. Skips without Triton.
 """
 
 import re
@@ -30,14 +31,19 @@ OTHER_SIZES = [
     (128, SIZES[128]._replace(keys=128, stages=2)),
 ]
 FORWARD = [*SIZES.items(), *LONG_SIZES.items()]
-FORWARD_CASES = [pytest.param(*sizes, "causal") for sizes in FORWARD]
+NARROW = 64
+FORWARD_CASES = [pytest.param(*sizes, "causal") for sizes in FORWARD if sizes != (NARROW, LONG_SIZES[NARROW])]
+FORWARD_CASES += [pytest.param(NARROW, LONG_SIZES[NARROW], "causal", marks=pytest.mark.slow)]
 FORWARD_CASES += [pytest.param(*sizes, "everything", marks=pytest.mark.slow) for sizes in FORWARD]
 FORWARD_CASES += [pytest.param(*sizes, "causal", marks=pytest.mark.slow) for sizes in OTHER_SIZES]
 CANDIDATES = [*cached_launch.SIZES.items(), *cached_launch.LARGE_SIZES.items()]
 # Groups of targets change the loop of new keys only, in the same way for all sizes.
-CANDIDATE_CASES = [(*sizes, False) for sizes in CANDIDATES]
-CANDIDATE_CASES += [(*CANDIDATES[0], True)]
-CANDIDATE_CASES += [pytest.param(*sizes, True, marks=pytest.mark.slow) for sizes in CANDIDATES[1:]]
+CANDIDATE_CASES = [
+    pytest.param(*sizes, grouped, marks=[pytest.mark.slow] * (grouped != (sizes == CANDIDATES[0])))
+    for sizes in CANDIDATES
+    for grouped in (False, True)
+]
+TWO_PASS = [pytest.param(dim, marks=[pytest.mark.slow] * (dim == NARROW)) for dim in two_pass.SIZES]
 
 
 def assembled(function, constants, rows, folder: Path, others: dict[str, str] | None = None) -> Assembled:
@@ -132,7 +138,7 @@ def check_assembled(made, dim, block, num_loops, num_masked):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", two_pass.SIZES)
+@pytest.mark.parametrize("dim", TWO_PASS)
 def test_tiles_of_keys_assembled(tmp_path, dim, mask):
     sizes = two_pass.SIZES[dim]
     chosen = {"D": dim, "BLOCK_M": sizes.rows, "STAGES": sizes.stages}
@@ -159,7 +165,7 @@ def test_tiles_of_keys_assembled(tmp_path, dim, mask):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", two_pass.SIZES)
+@pytest.mark.parametrize("dim", TWO_PASS)
 def test_tiles_of_rows_assembled(tmp_path, dim, mask):
     sizes = two_pass.SIZES[dim]
     chosen = {"D": dim, "BLOCK_N": sizes.keys, "K_STAGES": sizes.k_stages, "V_STAGES": sizes.v_stages}

@@ -36,7 +36,7 @@ def test_masks(mask, contextual):
 
 @pytest.mark.parametrize(
     ("mask", "contextual"),
-    [(mask, (3, 70, 0)[i % 3]) for i, mask in enumerate((*MASKS[::7], LONG_MASKS[0]))]
+    [(mask, (3, 70, 0)[i % 3]) for i, mask in enumerate((*MASKS[::14], LONG_MASKS[0]))]
     + [(EVERYTHING, contextual) for contextual in (3, 130)],
     ids=str,
 )
@@ -47,7 +47,7 @@ def test_masks_of_wide_heads(mask, contextual):
 
 @pytest.mark.parametrize(
     ("mask", "contextual", "tail"),
-    [(mask, CONTEXTUAL[i % 3], (1, 70)[i % 2]) for i, mask in enumerate(MASKS[::7])]
+    [(mask, CONTEXTUAL[i % 3], (1, 70)[i % 2]) for i, mask in enumerate(MASKS[7::14])]
     + [
         (mask, contextual, (1, 70)[(i + j) % 2])
         for i, mask in enumerate(LONG_MASKS)
