@@ -26,15 +26,30 @@ def shrink(captured: ExportedProgram) -> None:
 def _shrink(module: fx.GraphModule) -> None:
     graph = module.graph
     outputs = set(graph.output_node().all_input_nodes)  # the program's signature has their names
+    written = _written(graph)
     for node in list(graph.nodes):
         if node.target is _ATEN._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif node not in outputs and (equal := _equal_input(node)) is not None:
+            if node.target is _ATEN.cat.default and {node, equal} & written:  # the copy is needed
+                continue
             node.replace_all_uses_with(equal)
             graph.erase_node(node)
     module.graph = fx_graph_cse(graph)
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes whose tensors operations in place may write, through views or directly."""
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            changed = node.args[0]
+            while isinstance(changed, fx.Node) and changed not in written:
+                written.add(changed)
+                changed = changed.args[0] if changed.args else None
+    return written
 
 
 def _equal_input(node: fx.Node) -> fx.Node | None:
