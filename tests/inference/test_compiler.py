@@ -99,7 +99,7 @@ def test_a_smaller_graph_gives_the_same_bits():
 
 
 class Rejoined(nn.Module):
-    """Drops out nothing, slices everything, and joins what it has just split; one of two copies is changed."""
+    """Drops out nothing, slices everything, and joins what it has just split; a copy is changed."""
 
     def forward(self, x):
         x = nn.functional.dropout(x, 0.5, training=False) + 0
