@@ -7,7 +7,7 @@ import io
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -69,7 +69,8 @@ def compile_graph(
     )
     with embedding() as embedded:
         # Do not specialize the graph on sizes 0 and 1, so that one artifact serves all sizes.
-        with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
+        oblivious = symbolic.patch(backed_size_oblivious=True)
+        with environment.quiet_export(), _uncached(), oblivious, torch.no_grad():
             captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
             shrink(captured)
         settings = _settings(pipeline)
@@ -84,12 +85,18 @@ def compile_graph(
             }
             weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
         try:
-            with _archive(path) as file, environment.quiet_export():
+            with _archive(path) as file, environment.quiet_export(), _uncached():
                 torch._inductor.aoti_compile_and_package(
                     captured, package_path=file, inductor_configs=settings
                 )
         except InductorError as error:
             raise _explain(error) from error
+
+
+def _uncached() -> AbstractContextManager[None]:
+    """Makes PyTorch compute the shapes of every result anew: with symbolic sizes that takes less time than to
+    look them up and to check what was found."""
+    return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
 
 
 def _settings(pipeline: pb.Pipeline) -> dict[str, object]:

@@ -41,8 +41,8 @@ class JaggedSequence:
     def take(self, selection: Selection, values: Tensor | None = None) -> "JaggedSequence":
         """Selects tokens with their times; `values` are the selected tokens' values, if already known."""
         layout, index = selection
-        values = gather_rows(self.values, index) if values is None else values
-        times = [gather_rows(column, index) for column in (self.timestamps, self.next_timestamps)]
+        values = self._rows(self.values, index) if values is None else values
+        times = [self._rows(column, index) for column in (self.timestamps, self.next_timestamps)]
         return JaggedSequence(values, layout, *times)
 
     def split(self) -> list["JaggedSequence"]:
@@ -54,19 +54,24 @@ class JaggedSequence:
 
     def targets(self) -> Tensor:
         """Returns the target tokens [N, E] of all samples, in the order of the candidates."""
-        return gather_rows(self.values, self.layout.targets_only().index)
+        return self._rows(self.values, self.layout.targets_only().index)
 
     def target_times(self) -> Tensor:
         """Returns the request time of each of `targets()`, int64 [N], seconds."""
-        return gather_rows(self.next_timestamps, self.layout.targets_only().index)
+        return self._rows(self.next_timestamps, self.layout.targets_only().index)
 
     def history(self) -> Tensor:
         """Returns the history tokens [U, E] of all samples, in the order of the events."""
-        return gather_rows(self.values, self.layout.history_only().index)
+        return self._rows(self.values, self.layout.history_only().index)
 
     def history_times(self) -> Tensor:
         """Returns the time of the token after each of `history()`, int64 [U], seconds."""
-        return gather_rows(self.next_timestamps, self.layout.history_only().index)
+        return self._rows(self.next_timestamps, self.layout.history_only().index)
+
+    @staticmethod
+    def _rows(column: Tensor, index: Tensor) -> Tensor:
+        """Gathers selected tokens, all of which exist."""
+        return gather_rows(column, index, complete=True)
 
 
 def join(sequences: Sequence[JaggedSequence]) -> JaggedSequence:

@@ -98,6 +98,48 @@ def test_a_smaller_graph_gives_the_same_bits():
             assert torch.equal(actual, expected) and actual.dtype == expected.dtype
 
 
+class Rejoined(nn.Module):
+    """Drops out nothing, slices everything, and joins what it has just split; a copy is changed."""
+
+    def forward(self, x):
+        x = nn.functional.dropout(x, 0.5, training=False) + 0
+        sizes = [2, x.shape[0] - 2]
+        same, changed, swapped = (torch.cat(x.split(sizes)[::step]) for step in (1, 1, -1))
+        changed.view(-1).add_(1)
+        return x * 2, same[:] * 2, changed * 2, swapped * 2
+
+
+def test_what_is_split_and_joined_stays_itself_unless_the_copy_is_changed():
+    rows = torch.export.Dim("rows", min=4)
+    captured = torch.export.export(Rejoined(), (torch.randn(5, 4),), dynamic_shapes=({0: rows},))
+    shrink(captured)
+    targets = Counter(str(node.target) for node in captured.graph.nodes)
+    assert targets["aten.dropout.default"] == targets["aten.slice.Tensor"] == 0
+    given = torch.randn(7, 4)
+    swapped = torch.cat([given[2:], given[:2]])
+    wanted = (given * 2, given * 2, (given + 1) * 2, swapped * 2)
+    for actual, expected in zip(captured.module()(given), wanted, strict=True):
+        assert torch.equal(actual, expected)
+
+
+class Kept(nn.Module):
+    """Joins what it has split and leaves the copy as it is."""
+
+    def forward(self, x):
+        x = x + 1
+        return torch.cat(x.split([2, x.shape[0] - 2])) * 2
+
+
+def test_what_is_split_and_joined_costs_nothing():
+    rows = torch.export.Dim("rows", min=4)
+    captured = torch.export.export(Kept(), (torch.randn(5, 4),), dynamic_shapes=({0: rows},))
+    shrink(captured)
+    targets = {str(node.target) for node in captured.graph.nodes}
+    assert "aten.cat.default" not in targets and "aten.split_with_sizes.default" not in targets
+    given = torch.randn(7, 4)
+    assert torch.equal(captured.module()(given), (given + 1) * 2)
+
+
 class Layers(nn.Module):
     """Layers that each make a list of work, in a part of the graph under autocast, as in models in BF16."""
 

@@ -156,7 +156,8 @@ class ContextualPreprocessor(nn.Module):
         """Gathers encoded rows, several tensors in the order that `views` defines, into the sequences."""
         channels, layout = views(batch, self.tokens_per_event), batch.sequences
         inverse = channels[0].inverse if len(channels) == 1 else None
-        values = gather_rows([_rounded(rows) for rows in encoded], [view.index for view in channels], inverse)
+        index = [view.index for view in channels]
+        values = gather_rows([_rounded(rows) for rows in encoded], index, inverse, complete=True)
         times = channels[0].times if len(channels) == 1 else torch.cat([view.times for view in channels])
         if self.positional is not None:
             values = self.positional(values, layout, times[:, 0], request_times=times[:, 2], behind=behind)

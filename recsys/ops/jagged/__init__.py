@@ -37,6 +37,7 @@ def gather_rows(
     index: Tensor | Sequence[Tensor],
     inverse: Tensor | None = None,
     *,
+    complete: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Computes `out[n] = values[index[n]]`, with a row of zeros where `index[n] == -1`.
@@ -52,6 +53,8 @@ def gather_rows(
         index: int64 or int32 [N], each in [-1, T); or several.
         inverse: int64 or int32 [T], or [K, T] for K maps: the index in `out` of each row of `values`, -1
             if it does not occur; saves computing it in backward.
+        complete: whether no entry of `index` is -1. An exported graph then needs no copy of `values` with a
+            row of zeros behind it.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
@@ -61,7 +64,7 @@ def gather_rows(
         TypeError, ValueError: naming the argument. On a CPU, a row that a map names twice raises in backward.
     """
     sources, maps = _as_tuple(values), _as_tuple(index)
-    return OP.select(_checked(sources, maps, inverse), backend).run(sources, maps, inverse)
+    return OP.select(_checked(sources, maps, inverse), backend).run(sources, maps, inverse, complete=complete)
 
 
 def _as_tuple(values: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -109,7 +109,7 @@ class SequenceLayout(LayoutFacts):
         """
         if tail_len < 0:
             raise ValueError(f"tail_len must be >= 0, got {tail_len}")
-        return self.memo(("truncate", tail_len), lambda: self._truncate(tail_len))
+        return self.fact(("truncate", tail_len), lambda: self._truncate(tail_len))
 
     def _truncate(self, tail_len: int) -> Selection:
         def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,13 +122,10 @@ class SequenceLayout(LayoutFacts):
             totals, max_len = _read_sizes([kept(part.lengths, part.num_targets)[0] for part in parts])
         remaining = iter(totals)
 
-        def newest(part: SequenceLayout) -> Selection:
-            return part._newest(kept, next(remaining), max_len)
+        def newest(part: SequenceLayout) -> SequenceLayout:
+            return part._derive(kept, part.num_contextual, next(remaining), part.total_targets, max_len)
 
-        return self._of_parts(newest) if self.parts else newest(self)
-
-    def _newest(self, kept: _Rule, total_len: int | None, max_len: int | None) -> Selection:
-        layout = self._derive(kept, self.num_contextual, total_len, self.total_targets, max_len)
+        layout = self._derive_each(newest)
         dropped, first = self.lengths - layout.lengths, torch.zeros_like(self.lengths)
         if triton_support.has_kernels(self.device):
             return Selection(layout, triton_support.load(KERNELS).source_rows(self, layout, first, dropped))
@@ -163,53 +160,56 @@ class SequenceLayout(LayoutFacts):
 
     def history_only(self) -> Selection:
         """Select the history tokens, as samples without contextual and target tokens."""
-        if self.parts:
-            return self._of_parts(lambda part: part.history_only())
         first = self.num_contextual
-        return self._one_run(
-            lambda lengths, num_targets: (lengths - num_targets - first, torch.zeros_like(lengths)),
-            torch.full_like(self.lengths, first),
-            total_len=self.total_len - self.total_targets - self.batch_size * first,
-            total_targets=0,
-        )
+
+        def history(part: SequenceLayout) -> SequenceLayout:
+            return part._derive(
+                lambda lengths, num_targets: (lengths - num_targets - first, torch.zeros_like(lengths)),
+                num_contextual=0,
+                total_len=part.total_len - part.total_targets - part.batch_size * first,
+                total_targets=0,
+            )
+
+        return self._one_run(self._derive_each(history), torch.full_like(self.lengths, first))
 
     def without_targets(self) -> Selection:
         """Select the contextual and the history tokens."""
-        if self.parts:
-            return self._of_parts(lambda part: part.without_targets())
-        return self._one_run(
-            lambda lengths, num_targets: (lengths - num_targets, torch.zeros_like(lengths)),
-            torch.zeros_like(self.lengths),
-            self.num_contextual,
-            total_len=self.total_len - self.total_targets,
-            total_targets=0,
-        )
+
+        def prefix(part: SequenceLayout) -> SequenceLayout:
+            return part._derive(
+                lambda lengths, num_targets: (lengths - num_targets, torch.zeros_like(lengths)),
+                num_contextual=part.num_contextual,
+                total_len=part.total_len - part.total_targets,
+                total_targets=0,
+            )
+
+        return self._one_run(self._derive_each(prefix), torch.zeros_like(self.lengths))
 
     def targets_only(self) -> Selection:
         """Select the target tokens, as samples that consist of targets."""
-        return self.memo("targets_only", self._targets_only)
+        return self.fact("targets_only", self._targets_only)
 
     def _targets_only(self) -> Selection:
-        if self.parts:
-            return self._of_parts(lambda part: part.targets_only())
-        total = self.total_targets
-        return self._one_run(
-            lambda lengths, num_targets: (num_targets, num_targets), self.history_end, 0, total, total
-        )
+        def targets(part: SequenceLayout) -> SequenceLayout:
+            total = part.total_targets
+            return part._derive(lambda lengths, num_targets: (num_targets, num_targets), 0, total, total)
+
+        return self._one_run(self._derive_each(targets), self.history_end)
 
     def targets_between(self, start: int, stop: int) -> Selection:
         """Select targets `start` to `stop - 1` of every sample, as far as they exist.
 
         Sizes are found as in `truncate`.
         """
-        if self.parts:
-            return self._of_parts(lambda part: part.targets_between(start, stop))
 
         def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
             count = (num_targets - start).clamp(0, stop - start)
             return count, count
 
-        return self._one_run(kept, self.history_end + start)
+        def between(part: SequenceLayout) -> SequenceLayout:
+            return part._derive(kept, num_contextual=0, total_len=None, total_targets=None)
+
+        return self._one_run(self._derive_each(between), self.history_end + start)
 
     def select(self, samples: Sequence[int]) -> Selection:
         """Select samples in the given order, each as often as it is named; in a joined layout, from every
@@ -245,8 +245,12 @@ class SequenceLayout(LayoutFacts):
         """
         if triton_support.has_kernels(self.device):
             return self._tokens().assemble_index
-        token = self.disassemble_index()
-        return torch.empty_like(token).scatter(0, token, torch.arange(self.total_len, device=self.device))
+
+        def build() -> Tensor:
+            token = self.disassemble_index()
+            return torch.empty_like(token).scatter(0, token, torch.arange(self.total_len, device=self.device))
+
+        return self.fact("assemble_index", build)
 
     def disassemble_index(self) -> Tensor:
         """Return int64 [T], the inverse of `assemble_index`: token of each contextual, then uih, then target
@@ -263,20 +267,11 @@ class SequenceLayout(LayoutFacts):
             token = torch.arange(self.total_len, device=self.device)
             return token + torch.repeat_interleave(shift, lengths, output_size=self.total_len)
 
-        return self.memo("disassemble_index", build)
+        return self.fact("disassemble_index", build)
 
-    def _one_run(
-        self,
-        rule: _Rule,
-        first: Tensor,
-        num_contextual: int = 0,
-        total_len: int | None = None,
-        total_targets: int | None = None,
-    ) -> Selection:
-        """Select one run of tokens of each sample, from position `first` [B] on; the others are as for
-        `_derive`."""
-        layout = self._derive(rule, num_contextual, total_len, total_targets)
-        return Selection(layout, self._source_rows(layout, first))
+    def _one_run(self, derived: SequenceLayout, first: Tensor) -> Selection:
+        """Select the run of tokens of each sample that `derived` describes, from position `first` [B] on."""
+        return Selection(derived, self._source_rows(derived, first))
 
     def _source_rows(self, derived: SequenceLayout, first: Tensor) -> Tensor:
         """Return the source row of each token of `derived`, which has one run per sample, from position
@@ -292,6 +287,10 @@ class SequenceLayout(LayoutFacts):
         before = accumulate((part.total_len for part in self.parts), initial=0)
         index = [selection.index + start for selection, start in zip(selections, before, strict=False)]
         return Selection(SequenceLayout.join([part.layout for part in selections]), torch.cat(index))
+
+    def _derive_each(self, derive: Callable[[SequenceLayout], SequenceLayout]) -> SequenceLayout:
+        """Derive a layout from each part and join them; from this layout, if it has no parts."""
+        return SequenceLayout.join([derive(part) for part in self.parts]) if self.parts else derive(self)
 
     def _derive(
         self,

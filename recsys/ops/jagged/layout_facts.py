@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import is_exporting
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -232,8 +233,19 @@ class LayoutFacts:
 
         A traced graph caches nothing; its compiler removes repeated computations.
         """
-        if torch.compiler.is_compiling():
-            return build()
+        return build() if torch.compiler.is_compiling() else self._kept(key, build)
+
+    def fact(self, key: Hashable, build: Callable[[], _T]) -> _T:
+        """Return `memo(key, build)` for a key of constants, cached in exported graphs, too.
+
+        A repeated computation takes an export about 10 ms per operation. A layout that is made in the graph
+        does not outlive it, so that what is cached cannot be read elsewhere.
+        """
+        if is_exporting() and type(self.lengths) is not Tensor:
+            return self._kept(key, build)
+        return self.memo(key, build)
+
+    def _kept(self, key: Hashable, build: Callable[[], _T]) -> _T:
         try:
             is_kept = key in self._memo
         except TypeError:  # the key has a symbolic size
@@ -246,7 +258,7 @@ class LayoutFacts:
         """Return int64 [T], the sample of each token."""
         if triton_support.has_kernels(self.device):
             return self._tokens().sample_ids
-        return self.memo(
+        return self.fact(
             "sample_ids", lambda: torch.repeat_interleave(self.lengths, output_size=self.total_len)
         )
 
@@ -258,7 +270,7 @@ class LayoutFacts:
         def build() -> Tensor:
             return torch.arange(self.total_len, device=self.device) - self._per_token(self.offsets[:-1])
 
-        return self.memo("positions", build)
+        return self.fact("positions", build)
 
     def kinds(self) -> Tensor:
         """Return int8 [T]: 0 contextual, 1 uih, 2 target."""

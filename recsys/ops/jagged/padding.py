@@ -59,7 +59,8 @@ class PaddedChunks:
         return self._by_chunk(self.index >= 0)
 
     def _by_chunk(self, padded: Tensor) -> list[Tensor]:
-        parts = padded.split([chunk.num_samples * chunk.max_len for chunk in self.chunks])
+        sizes = [chunk.num_samples * chunk.max_len for chunk in self.chunks]
+        parts = padded.split(sizes) if len(sizes) > 1 else [padded]
         return [
             part.unflatten(0, (chunk.num_samples, chunk.max_len))
             for part, chunk in zip(parts, self.chunks, strict=True)
@@ -67,7 +68,9 @@ class PaddedChunks:
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
         """Undo `split`, dropping the padding."""
-        return gather_rows(torch.cat([part.flatten(0, 1) for part in parts]), self.inverse, self.index)
+        padded = [part.flatten(0, 1) for part in parts]
+        rows = torch.cat(padded) if len(padded) > 1 else padded[0]
+        return gather_rows(rows, self.inverse, self.index, complete=True)
 
 
 def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -> PaddedChunks:

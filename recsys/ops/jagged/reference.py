@@ -11,21 +11,23 @@ from torch import Tensor
 from recsys.ops.runtime.dispatch import is_exporting
 
 
-def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None) -> Tensor:
+def run(
+    values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None, *, complete: bool = False
+) -> Tensor:
     """Run `recsys.ops.gather_rows` on validated arguments."""
     rows = values[0] if len(values) == 1 else torch.cat(list(values))
     if len(index) == 1:
-        return gather_rows(rows, index[0], inverse)
+        return gather_rows(rows, index[0], inverse, complete=complete)
     joined = torch.cat(list(index))
     if is_exporting():
-        return _take(rows, joined)
+        return _take(rows, joined, complete)
     return _GatherRows.apply(rows, joined, inverse, [rows_of_index.shape[0] for rows_of_index in index])
 
 
-def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
+def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None, *, complete: bool = False) -> Tensor:
     """Run `gather_rows` with a single map."""
     if is_exporting():  # an exported graph needs no gradient
-        return _take(values, index)
+        return _take(values, index, complete)
     return _GatherRows.apply(values, index, inverse, None)
 
 
@@ -79,9 +81,9 @@ class _GatherRows(torch.autograd.Function):
         return total.to(grad.dtype), None, None, None
 
 
-def _take(values: Tensor, index: Tensor) -> Tensor:
+def _take(values: Tensor, index: Tensor, complete: bool = False) -> Tensor:
     on_host = index.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and bool((index >= 0).all()):
+    if complete or (on_host and bool((index >= 0).all())):
         return values.index_select(0, index)
     # An extra row of zeros serves -1. (Gathering row 0 and multiplying by 0 would spread a NaN.)
     with_zeros = torch.cat([values, values.new_zeros(1, *values.shape[1:])])

@@ -47,8 +47,10 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type for each itemsize in bytes: rows are moved as bits, whatever they mean."""
 
 
-def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None) -> Tensor:
-    """Move rows without concatenating sources, forward and backward."""
+def run(
+    values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None, *, complete: bool = False
+) -> Tensor:
+    """Move rows without concatenating sources, forward and backward; `complete` makes no difference."""
     joined = index[0] if len(index) == 1 else torch.cat(list(index))
     if torch.compiler.is_compiling():
         return gather_rows_triton(list(values), joined, inverse, [tensor.shape[0] for tensor in index])
