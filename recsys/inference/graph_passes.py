@@ -44,8 +44,12 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     """Returns the nodes whose tensors operations in place may write, through views or directly."""
     written: set[fx.Node] = set()
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            changed = node.args[0]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for place, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            changed = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             while isinstance(changed, fx.Node) and changed not in written:
                 written.add(changed)
                 changed = changed.args[0] if changed.args else None
