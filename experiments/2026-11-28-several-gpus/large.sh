@@ -2,7 +2,8 @@
 # On RANKS GPUs of one host: a full softmax over 10 million items divided over the ranks, a row-wise table of a billion rows of width
 # 64, and a state of 101 GB that is written while training goes on, and read again.
 #   large.sh RUNS RANKS [SMALL]       with SMALL=1000 every size is divided by 1,000, for a try on CPUs
-# ONLY="softmax state" leaves out the table of a billion rows, which two GPUs have no room for.
+# ONLY="softmax state" leaves out the table of a billion rows, which two GPUs have no room for; SECONDS_OF_STATE is how long the first
+# state may take to be written.
 # Run from the root of the repository.
 set -uo pipefail
 runs="$1" ranks="$2" small="${3:-1}"
@@ -42,7 +43,7 @@ fi
 wanted state || exit 0
 state=("features[0].id.hash.num_buckets=$((390000000 / small))" train.log_every_steps=50)
 df -h "$runs" | tail -n 1
-train 280 "[ -e $runs/state/checkpoints/step-00000100 ]" state table.config "${state[@]}" train.checkpoint.every_steps=100
+train "${SECONDS_OF_STATE:-280}" "[ -e $runs/state/checkpoints/step-00000100 ]" state table.config "${state[@]}" train.checkpoint.every_steps=100
 date +%T
 du -s --block-size=1M "$runs/state/checkpoints"
 find "$runs/state/checkpoints" -printf '%TT %s %f\n' | sort | sed -n '1,3p;$p'
