@@ -131,6 +131,12 @@ def assert_close(answer, expected, close=1e-5):
     torch.testing.assert_close(answer.cpu(), expected.float().cpu(), rtol=close, atol=close)
 
 
+def error(answer, expected):
+    """The largest error, of an expected answer above 1 its share."""
+    expected = expected.float()
+    return ((answer.float() - expected).abs() / expected.abs().clamp(min=1)).max().item()
+
+
 def recording_of(model, device="cpu"):
     padded = PaddedInputs(model.pipeline, scoring_signature(model.pipeline))
     return RecordedScoring(ScoringGraph(model), padded, torch.device(device), "the search")
@@ -373,10 +379,14 @@ def test_a_package_on_a_gpu_is_recorded_too(model, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_a_package_that_scores_with_a_cache_is_recorded_too(tmp_path):
-    """Compiled ahead of time, which takes a minute."""
+    """Compiled ahead of time, which takes a minute; off from float32 by at most twice as much as eager mode.
+
+    Both round to 16 bits, at different places, so neither is right about the other.
+    """
     if environment.find_cxx() is None:
         pytest.skip("there is no C++ compiler")
-    model = build(pipeline_of(*ON_GPU["hstu with kernels in 16 bits"])).cuda()
+    forms = ON_GPU["hstu with kernels in 16 bits"]
+    model, exact = build(pipeline_of(*forms)).cuda(), build(pipeline_of(*forms[:-1])).cuda()
     pipeline, batches = model.pipeline, [batch.to("cuda") for batch in batches_for(model, IN_TURN * 3)]
     cases = [
         (ScoringGraph, PaddedInputs(pipeline, scoring_signature(pipeline)), lambda b: inputs_of(b, pipeline)),
@@ -387,14 +397,20 @@ def test_a_package_that_scores_with_a_cache_is_recorded_too(tmp_path):
         ),
     ]
     with torch.no_grad():
+        expected = [exact.score(batch) for batch in batches]
+        allowed = 2 * max(map(error, map(model.score, batches), expected))
+        assert allowed < 0.15
         example = batch_of(pipeline, random_rows(pipeline, [(3, 2), (4, 3), (1, 1)])).to("cuda")
         for graph, padded, inputs in cases:
             path = tmp_path / f"{graph.__name__}.pt2"
             program = compiled(graph(model).eval(), padded.specs, inputs(example), path, pipeline)
             recorded = RecordedScoring(partial(called, program), padded, torch.device("cuda"), path.name)
-            for batch in batches:
-                (answer,) = recorded(*inputs(batch))
-                assert_close(answer, model.score(batch), 2e-2)
+            errors = [
+                error(*recorded(*inputs(batch)), right)
+                for batch, right in zip(batches, expected, strict=True)
+            ]
+            print(f"{graph.__name__}: largest error {max(errors):.4f}, allowed {allowed:.4f}")
+            assert max(errors) <= allowed
             assert recorded.num_graphs == 2
 
 
