@@ -2,7 +2,7 @@
 # Trains a ranker on KuaiRand-Pure and a retriever on MovieLens-1M for some hundred steps, exports each in FP32 and BF16 and
 # with tables in INT8 and INT4, evaluates run and packages on the whole test split, and prints one table.
 #   run.sh DATA RUNS        DATA has kuairand/ and ml-1m/, as recsys.prepare makes them
-# In the environment: ONLY="kuairand" takes one of the two, JOBS is the number of exports at a time, STEPS_KUAIRAND and
+# In the environment: ONLY="kuairand" takes one of the two, KINDS="BF16 run" takes some packages and the runs, JOBS is the number of exports at a time, STEPS_KUAIRAND and
 # STEPS_ML_1M are the lengths of the trainings, SET_KUAIRAND and SET_ML_1M further overrides, split at spaces. Every command
 # has a log in RUNS. Run from the root of the repository.
 set -euo pipefail
@@ -52,7 +52,7 @@ done
 wait
 jobs=()
 for name in "${wanted[@]}"; do
-    for kind in FP32 BF16 INT8 INT4 run; do
+    for kind in ${KINDS:-FP32 BF16 INT8 INT4 run}; do
         jobs+=("$name" "$kind")
     done
 done
