@@ -17,6 +17,7 @@ from torch import Tensor
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
+from recsys.inference.compiler import example_inputs
 from recsys.models.base import Model, layout_rule
 from recsys.models.signature import TensorSpec
 from recsys.modules.cache import NotExtendableError
@@ -37,15 +38,12 @@ from recsys.scoring.flat_events import events_between
 from recsys.scoring.padded_inputs import padded_cached_inputs
 from recsys.scoring.prefill import CachedModel
 from recsys.scoring.recorded import RecordedScoring
-from recsys.scoring.signature import CANDIDATES, LONGEST, ROWS, flatten, scoring_signature
+from recsys.scoring.signature import flatten, scoring_signature
 
 PREFILL, EXTEND, CACHED, WEIGHTS = "prefill.pt2", "extend.pt2", "cached.pt2", "weights.safetensors"
 
 Compile = Callable[[torch.nn.Module, list[TensorSpec], tuple[Tensor, ...], str], None]
 """Compiles a graph, given the specs of its inputs and an example, to a file of the given name."""
-
-_USUAL, _MANY = {ROWS: 40, CANDIDATES: 1000, LONGEST: 200}, 4000
-"""Typical sizes of named dims and of all other dims, by which the compiler decides what to parallelize."""
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 """A compiled program, which maps flat inputs to flat outputs."""
@@ -225,17 +223,3 @@ def compile_programs(model: Model, compile_to: Compile) -> None:
         log.info("a store of users will encode histories that grow again: %s", error)
     for graph, specs, name in graphs:
         compile_to(graph, specs, example_inputs(specs, device), name)
-
-
-def example_inputs(specs: Sequence[TensorSpec], device: torch.device) -> tuple[Tensor, ...]:
-    """Returns tensors of zeros with a typical size for each named dim; all these sizes are different.
-
-    A capture reads only the sizes. Real rows could have an empty list or a channel without events, and the
-    compiler would specialize on that size.
-    """
-    names = sorted({name for spec in specs for name in spec.dims if not name.isdigit()})
-    sizes = {name: _USUAL.get(name, _MANY) + place for place, name in enumerate(names)}
-    return tuple(
-        torch.zeros([sizes.get(name) or int(name) for name in spec.dims], dtype=spec.dtype, device=device)
-        for spec in specs
-    )

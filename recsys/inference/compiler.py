@@ -6,7 +6,7 @@ Failures here are due to the machine: no compiler is installed, or a disk is ful
 import io
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -23,11 +23,15 @@ from recsys.errors import InstallationError, RecsysError
 from recsys.inference.graph_passes import shrink
 from recsys.models.signature import TensorSpec
 from recsys.ops.runtime.embedding import embedding
+from recsys.scoring.signature import CANDIDATES, LONGEST, ROWS
 
 NATIVE = "native"
 """The value of -march that stands for the machine that compiles."""
 
 NO_SPACE = "No space left on device"
+
+_USUAL, _MANY = {ROWS: 40, CANDIDATES: 1000, LONGEST: 200}, 4000
+"""Typical sizes of named dims and of all other dims, by which the compiler decides what to parallelize."""
 
 
 def require_compiler() -> None:
@@ -52,7 +56,7 @@ def compile_graph(
     Args:
         graph: the graph, in eval mode.
         specs: specs of the graph's inputs.
-        example: inputs with at least 2 rows, events and candidates each, in different numbers.
+        example: inputs of which only the sizes matter: 2 or more and all different, as of `example_inputs`.
         path: path of the `.pt2` file.
         pipeline: the config, read for `export.march`.
         weights: None to store weights in the file. Otherwise the file has no weights, and they are added to
@@ -91,6 +95,20 @@ def compile_graph(
                 )
         except InductorError as error:
             raise _explain(error) from error
+
+
+def example_inputs(specs: Sequence[TensorSpec], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns tensors of zeros with a typical size for each named dim; all these sizes are different.
+
+    A capture reads only the sizes. Real rows could have an empty list or a channel without events, and the
+    compiler would specialize on that size.
+    """
+    names = sorted({name for spec in specs for name in spec.dims if not name.isdigit()})
+    sizes = {name: _USUAL.get(name, _MANY) + place for place, name in enumerate(names)}
+    return tuple(
+        torch.zeros([sizes.get(name) or int(name) for name in spec.dims], dtype=spec.dtype, device=device)
+        for spec in specs
+    )
 
 
 def _uncached() -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ from recsys.data.schema.vocabulary import mappings
 from recsys.errors import RecsysError
 from recsys.inference import cached_programs, package
 from recsys.inference.cached_programs import CachedDescription
-from recsys.inference.compiler import compile_graph, instruction_set, require_compiler
+from recsys.inference.compiler import compile_graph, example_inputs, instruction_set, require_compiler
 from recsys.inference.golden import golden_tensors, write_tensors
 from recsys.inference.item_embeddings import write_vectors
 from recsys.inference.mapped_tables import (
@@ -46,7 +46,7 @@ from recsys.inference.mapped_tables import (
 )
 from recsys.models.base import Model, layout_rule
 from recsys.models.check_kernels import check_kernels
-from recsys.models.item_tower import example_items, first_items, flatten_items, item_signature
+from recsys.models.item_tower import first_items, flatten_items, item_signature
 from recsys.models.signature import TensorSpec
 from recsys.modules.metrics.base import compute_all
 from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature
@@ -214,7 +214,7 @@ def _compile_programs(
     source: ExportSource, graph: ScoringGraph, folder: Path, mapped: dict[str, MappedTable]
 ) -> None:
     """Compiles the whole model, the item tower and, with `export.cached_scoring`, the cached programs."""
-    pipeline, example = source.pipeline, _example(source.batches)
+    pipeline, device = source.pipeline, next(source.model.parameters()).device
     cached = pipeline.export.cached_scoring
     weights: dict[str, Tensor] | None = {} if cached else None
     tables = by_column(pipeline, mapped)
@@ -224,13 +224,13 @@ def _compile_programs(
         graph, inputs = rows.added_to(graph, source.model.embed.outside), (*inputs, *rows.of(inputs))
         compile_graph(graph, [*specs, *rows.specs], inputs, folder / name, pipeline, weights)
 
-    compile_to(graph, scoring_signature(pipeline), inputs_of(example, pipeline), package.MODEL)
+    specs = scoring_signature(pipeline)
+    compile_to(graph, specs, example_inputs(specs, device), package.MODEL)
     tower = source.model.item_tower()
     if tower is not None:
         log.info("capturing and compiling the item tower")
         specs = item_signature(pipeline)
-        items = example_items(flatten_items(source.batches[0], pipeline), specs)
-        compile_to(tower.eval(), specs, items, package.ITEM_TOWER)
+        compile_to(tower.eval(), specs, example_inputs(specs, device), package.ITEM_TOWER)
     if cached:
         log.info("capturing and compiling the programs that score with a cache")
         cached_programs.compile_programs(source.model, compile_to)
@@ -256,17 +256,6 @@ def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
         rows = model.item_vectors(batch).float().cpu()
     order = ShardedRowLayout(len(rows), sharded_name(pipeline, features.searched_item(pipeline).id.table))
     return rows[torch.from_numpy(order.row_of(np.arange(len(rows))) - 1)]
-
-
-def _example(batches: list[Batch]) -> Batch:
-    for batch in batches:
-        sizes = (len(batch.uih_lengths), len(batch.uih_timestamps))
-        if min(sizes) >= 2 and len(set(sizes)) == len(sizes):
-            return batch
-    raise RecsysError(
-        "the rows to compare on have too little history to capture the graph with: at least one batch with "
-        "2 rows and more events than rows is needed. --set 'data.validation={...}' names other rows"
-    )
 
 
 def _write_sides(source: ExportSource, folder: Path, golden: Tensor, mapped: dict[str, MappedTable]) -> None:

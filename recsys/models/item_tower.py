@@ -73,22 +73,6 @@ def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], count: int 
     return tuple(first)
 
 
-def example_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec]) -> tuple[Tensor, ...]:
-    """Extends inputs of the item tower so that they can serve to capture its graph.
-
-    The result has at least two items and two values of each multi-valued column, because a graph that is
-    captured with a size of 0 or 1 is not valid for other sizes.
-    """
-    times = 2 if inputs[0].shape[0] == 1 else 1
-    by_name = {spec.name: torch.cat([tensor] * times) for spec, tensor in zip(specs, inputs, strict=True)}
-    for name in [spec.name for spec in specs if f"{spec.name}.counts" in by_name]:
-        missing = max(0, 2 - by_name[name].shape[0])
-        by_name[name] = torch.cat([by_name[name], by_name[name].new_zeros(missing)])
-        by_name[f"{name}.counts"] = by_name[f"{name}.counts"].clone()
-        by_name[f"{name}.counts"][-1:] += missing
-    return tuple(by_name.values())
-
-
 class ItemTower(nn.Module):
     """Computes the vectors of n items, float32 [n, E], from flat tensors.
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.fx.experimental import _config as symbolic
 
+from recsys.inference.compiler import example_inputs
 from recsys.models import build_model
-from recsys.models.item_tower import ItemTower, example_items, first_items, flatten_items, item_signature
+from recsys.models.item_tower import ItemTower, first_items, flatten_items, item_signature
 from tests.modules.pipelines import RETRIEVER, TWO_TOWER, batch_of, pipeline_of, random_rows
 
 ENCODER = "model { retriever { item_encoder { %s } } }"
@@ -35,32 +36,11 @@ def test_the_graph_gives_the_vectors_of_the_model(pipeline):
     whole = batch_of(pipeline, random_rows(pipeline, [(3, 1), (1, 1)]))
     inputs = flatten_items(whole, pipeline)
     with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        captured = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False).module()
+        example = example_inputs(specs, torch.device("cpu"))
+        captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False).module()
         expected = model.item_vectors(whole)
         for most in (None, 7, 1, 0):
             first = first_items(inputs, specs, most)
             torch.testing.assert_close(graph(*first), expected[:most])
             torch.testing.assert_close(captured(*first), expected[:most])
     assert expected.dtype == torch.float32 and expected.shape == (20, 8)
-
-
-@pytest.mark.parametrize("row", [1, 2, 3, 4])
-def test_a_catalogue_of_one_item_gives_a_graph_for_all_sizes(row):
-    pipeline = pipeline_of(TWO_TOWER)
-    specs = item_signature(pipeline)
-    whole = flatten_items(batch_of(pipeline, random_rows(pipeline, [(3, 1)])), pipeline)
-    known = dict(zip([spec.name for spec in specs], first_items(whole, specs, row), strict=True))
-    counts = known["catalogue_tags.counts"]
-    # The last of these items alone; among four of them there is one without a tag and one with one.
-    alone = tuple(
-        tensor[len(tensor) - int(counts[-1]) :] if name == "catalogue_tags" else tensor[-1:]
-        for name, tensor in known.items()
-    )
-    example = dict(zip(known, example_items(alone, specs), strict=True))
-    assert all(len(tensor) >= 2 for tensor in example.values())
-    assert int(example["catalogue_tags.counts"].sum()) == len(example["catalogue_tags"])
-    assert len({len(example[name]) for name in known if name != "catalogue_tags"}) == 1
-    for name, tensor in known.items():
-        assert example[name].dtype == tensor.dtype
-    again = example_items(first_items(whole, specs, 7), specs)
-    assert all(map(torch.equal, again, first_items(whole, specs, 7)))

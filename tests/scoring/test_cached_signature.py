@@ -7,7 +7,8 @@ import torch
 from torch.fx.experimental import _config as symbolic
 
 from recsys import protos as pb
-from recsys.inference.cached_programs import CachedPrograms, example_inputs
+from recsys.inference.cached_programs import CachedPrograms
+from recsys.inference.compiler import example_inputs
 from recsys.models import build_model
 from recsys.scoring.cached_signature import (
     CachedGraph,

@@ -9,7 +9,7 @@ import torch
 
 from recsys import environment
 from recsys import protos as pb
-from recsys.inference.compiler import compile_graph
+from recsys.inference.compiler import compile_graph, example_inputs
 from recsys.inference.eager import EagerPackage
 from recsys.inference.program import Program
 from recsys.models import build_model
@@ -353,7 +353,7 @@ def test_a_model_on_a_gpu_replays_its_searches(model):
 
 def compiled(graph, specs, example, path, pipeline):
     """A recordable program, compiled for the GPU."""
-    compile_graph(graph, specs, tuple(tensor.cuda() for tensor in example), path, pipeline)
+    compile_graph(graph, specs, example, path, pipeline)
     return Program(path, specs, torch.device("cuda"), recordable=True)
 
 
@@ -364,7 +364,7 @@ def test_a_package_on_a_gpu_is_recorded_too(model, tmp_path):
     if environment.find_cxx() is None:
         pytest.skip("there is no C++ compiler")
     padded = PaddedInputs(model.pipeline, scoring_signature(model.pipeline))
-    graph, example = ScoringGraph(model.cuda()).eval(), inputs_for(model, [3, 4, 1])
+    graph, example = ScoringGraph(model.cuda()).eval(), example_inputs(padded.specs, torch.device("cuda"))
     program = compiled(graph, padded.specs, example, tmp_path / "model.pt2", model.pipeline)
     recorded = RecordedScoring(lambda *inputs: program(inputs), padded, torch.device("cuda"), "the search")
     given = in_turn(model)
@@ -400,10 +400,10 @@ def test_a_package_that_scores_with_a_cache_is_recorded_too(tmp_path):
         expected = [exact.score(batch) for batch in batches]
         allowed = 2 * max(map(error, map(model.score, batches), expected))
         assert allowed < 0.15
-        example = batch_of(pipeline, random_rows(pipeline, [(3, 2), (4, 3), (1, 1)])).to("cuda")
         for graph, padded, inputs in cases:
             path = tmp_path / f"{graph.__name__}.pt2"
-            program = compiled(graph(model).eval(), padded.specs, inputs(example), path, pipeline)
+            example = example_inputs(padded.specs, torch.device("cuda"))
+            program = compiled(graph(model).eval(), padded.specs, example, path, pipeline)
             recorded = RecordedScoring(partial(called, program), padded, torch.device("cuda"), path.name)
             errors = [
                 error(*recorded(*inputs(batch)), right)
