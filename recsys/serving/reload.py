@@ -25,7 +25,7 @@ class ModelHolder:
     Args:
         model: the first model.
         load: loads a package; runs in a thread.
-        observe: called with each model that takes over.
+        observe: called with the version of each model that takes over.
 
     Attributes:
         current: the model that answers new requests.
@@ -38,7 +38,7 @@ class ModelHolder:
         self,
         model: ServingModel,
         load: Callable[[Path], ServingModel],
-        observe: Callable[[ServingModel], None] = lambda model: None,
+        observe: Callable[[str], None] = lambda version: None,
     ) -> None:
         self.current = model
         self.accept = lambda model: None
@@ -48,7 +48,7 @@ class ModelHolder:
         self._users: dict[ServingModel, int] = {}
         self._loading = False
         self._closing: set[asyncio.Task[bool]] = set()
-        observe(model)
+        observe(model.version)
 
     @contextmanager
     def use(self) -> Iterator[ServingModel]:
@@ -86,14 +86,14 @@ class ModelHolder:
             self._loading = False
         before, self.current = self.current, model
         self._users.setdefault(before, 0)
-        self._observe(model)
+        self._observe(model.version)
         log.info("%s takes over from %s", model.version, before.version)
         self._close_unused()
         return model
 
     def close(self, timeout: float) -> bool:
-        """Answers waiting requests and ends the threads; returns False after `timeout` seconds."""
-        ended = [model.batcher.close(timeout) for model in {self.current, *self._users}]
+        """Answers waiting requests and ends the processes; returns False after `timeout` seconds."""
+        ended = [model.close(timeout) for model in {self.current, *self._users}]
         return all(ended)
 
     def _beside(self, name: str) -> Path:
@@ -107,6 +107,6 @@ class ModelHolder:
         for model in [model for model, count in self._users.items() if count == 0]:
             del self._users[model]
             if model is not self.current:
-                task = asyncio.get_running_loop().create_task(asyncio.to_thread(model.batcher.close))
+                task = asyncio.get_running_loop().create_task(asyncio.to_thread(model.close))
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
