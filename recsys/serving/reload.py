@@ -78,7 +78,7 @@ class ModelHolder:
         self._loading = True
         try:
             model = await asyncio.to_thread(self._load, folder)
-            self.accept(model)
+            self._require_accepted(model)
         except (RecsysError, OSError) as error:
             log.error("%s was not loaded, %s stays in use: %s", folder, self.current.version, error)
             raise ReloadError(str(error)) from error
@@ -95,6 +95,14 @@ class ModelHolder:
         """Answers waiting requests and ends the processes; returns False after `timeout` seconds."""
         ended = [model.close(timeout) for model in {self.current, *self._users}]
         return all(ended)
+
+    def _require_accepted(self, model: ServingModel) -> None:
+        """Ends the process of a model that may not take over, and raises the error that says why."""
+        try:
+            self.accept(model)
+        except RecsysError:
+            model.close()
+            raise
 
     def _beside(self, name: str) -> Path:
         """Returns a folder beside the first package. Packages are native code, so no other place is safe."""
