@@ -10,7 +10,7 @@ Columns = dict[str, list[list[Any]]]
 
 
 class Order(NamedTuple):
-    """What a process that scores shall load.
+    """Tells a process that scores what to load.
 
     Attributes:
         folder: folder of the package.

@@ -27,10 +27,10 @@ from recsys.serving.json_logs import json_lines
 from recsys.serving.messages import Loaded, Order, RowBatch, Scored
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
-_SECONDS = 10.0
+_END_SECONDS = 10.0
 """Time that a process has to end once its pipe is closed."""
 
-_USES = (ImportError, OSError)
+_EXPLAINED = (ImportError, OSError)
 """Errors of a load that a command explains to its user, besides RecsysError."""
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ScoringProcess:
     def close(self) -> None:
         """Ends the process. No thread may be in a call of `score`."""
         self._connection.close()
-        self._process.join(_SECONDS)
+        self._process.join(_END_SECONDS)
         self.kill()
 
     def kill(self) -> None:
@@ -133,7 +133,7 @@ class ScoringProcess:
         return answer
 
     def _ended(self) -> ScoringEndedError:
-        self._process.join(_SECONDS)
+        self._process.join(_END_SECONDS)
         return ScoringEndedError(f"{self._process.name}: this process {self.ending}")
 
 
@@ -163,7 +163,7 @@ def _run(connection: Connection, order: Order) -> None:
 
             package = Package(order.folder, verify_key=order.verify_key)
             scorer = BatchScorer(package, order.store)
-        except (RecsysError, *_USES) as error:
+        except (RecsysError, *_EXPLAINED) as error:
             connection.send(_as_sent(error))
             return
         # A collection that goes through all objects of a package would take half a second.

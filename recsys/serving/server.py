@@ -196,8 +196,8 @@ def read_token(file: str | None, variable: str | None) -> str | None:
 def _collect_garbage() -> None:
     """Collects garbage, and leaves out of later collections what is in memory now, such as schemas.
 
-    A collection that goes through the 80,000 objects of libraries keeps requests waiting for 60 ms. Garbage of
-    a package that has been replaced is collected at the next reload.
+    A collection that goes through the 80,000 objects of libraries keeps requests waiting for 60 ms. Garbage
+    of a package that has been replaced is collected at the next reload.
     """
     gc.unfreeze()
     gc.collect()
