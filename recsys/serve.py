@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from recsys import cli, environment
+from recsys import cli
 from recsys.errors import ConfigError, InstallationError
 from recsys.serve_flags import add_flags, check, first_config, folders, user_store
 
@@ -14,8 +14,7 @@ def run(call: cli.Call) -> None:
     flags = call.flags
     if flags.set:
         raise ConfigError("--set: a package is served as it was exported")
-    # Heavy imports come last: --help needs none of them.
-    environment.import_torchrec_quietly()
+    # Imports that take long come last: --help needs none of them.
     try:
         from recsys.serving import server
         from recsys.serving.application import ServingOptions

@@ -29,6 +29,9 @@ HOST = "127.0.0.1"
 WINDOW = 60.0
 """Seconds of a soak that make a line."""
 
+MEMORY = "process_resident_memory_bytes", "recsys_scoring_resident_memory_bytes"
+"""Metrics of the process that speaks HTTP, and of those that score."""
+
 TIMEOUT = 30.0
 """Seconds after which an answer counts as missing."""
 
@@ -176,7 +179,7 @@ async def soak(client: Client, path: str, bodies: list[bytes], rate: float, seco
     while (now := time.perf_counter() - began) < seconds:
         measured = await offer(client, path, bodies, rate, min(WINDOW, seconds - now))
         text = _require(await client.ask("GET", "/metrics")).body.decode()
-        memory = gauge(text, "process_resident_memory_bytes") / 2**20
+        memory = sum(gauge(text, name) for name in MEMORY) / 2**20
         points.append((time.perf_counter() - began, memory))
         times = [f"{1000 * percentile(measured.seconds, share):.1f}" for share in (0.5, 0.99)]
         answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(measured.statuses.items()))
@@ -189,15 +192,16 @@ async def soak(client: Client, path: str, bodies: list[bytes], rate: float, seco
 
 
 def gauge(text: str, name: str) -> float:
-    """Returns the value of a metric without labels in Prometheus's text format.
+    """Returns a metric in Prometheus's text format, summed over its labels.
 
     Raises:
         ConnectionError: there is no such metric.
     """
-    for line in text.splitlines():
-        if line.startswith(f"{name} "):
-            return float(line.split()[1])
-    raise ConnectionError(f"the server's metrics have no {name}")
+    beginnings = f"{name} ", f"{name}{{"
+    values = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(beginnings)]
+    if not values:
+        raise ConnectionError(f"the server's metrics have no {name}")
+    return sum(values)
 
 
 def slope(points: list[tuple[float, float]]) -> float:

@@ -28,13 +28,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import recsys
 from recsys.serving.asked import Asked
 from recsys.serving.batcher import ClosedError, DeadlineError, QueueFullError
-from recsys.serving.experiment import Experiment
+from recsys.serving.experiment import NAMES, Experiment
 from recsys.serving.guard import Bodies, Guard, failure
 from recsys.serving.metrics import Metrics
 from recsys.serving.model import ServingModel
 from recsys.serving.page import Page
 from recsys.serving.reload import ReloadError
 from recsys.serving.schema import Failure, InvalidRequestError
+from recsys.serving.scoring_process import ScoringEndedError
 
 SCORE, RECOMMEND, RELOAD = "/score", "/recommend", "/reload"
 _ROUTES = frozenset({"/", SCORE, RECOMMEND, RELOAD, "/healthz", "/readyz", "/metrics", "/openapi.json"})
@@ -44,9 +45,12 @@ _FAILURES = {
     401: "The token is missing or wrong.",
     413: "The body is too large.",
     422: "The request does not fit; `findings` name field and row.",
-    503: "The queue is full; Retry-After says when to ask again.",
+    503: "The queue is full, or the server stops; Retry-After says when to ask again.",
     504: "The deadline passed.",
 }
+
+_ENDED = "a process that scores has ended"
+_UNANSWERED = InvalidRequestError, QueueFullError, ClosedError, DeadlineError, ScoringEndedError
 
 _Route = Callable[[Request], Awaitable[Response]]
 _OnError = Callable[[Request, Any], Awaitable[Response]]
@@ -118,6 +122,8 @@ def create_app(
             return failure(504, f"no answer within {1000 * options.deadline:g} ms")
         except (QueueFullError, ClosedError):
             return _busy("the queue is full; ask again later")
+        except ScoringEndedError:
+            return _busy(f"{_ENDED}; ask again later")
         finally:
             in_flight.discard(request)
 
@@ -135,13 +141,14 @@ def create_app(
 
     @app.get("/healthz", summary="Tells whether the server works.")
     async def healthz() -> Response:
-        alive = all(holder.current.batcher.is_alive for holder in experiment.holders)
-        return JSONResponse({"status": "ok"}) if alive else failure(500, "the forward thread has ended")
+        return JSONResponse({"status": "ok"}) if experiment.is_alive else failure(500, _ENDED)
 
     @app.get("/readyz", summary="Tells whether the server accepts requests.")
     async def readyz() -> Response:
         if is_stopping():
             return _busy("the server is stopping")
+        if not experiment.is_alive:
+            return _busy(_ENDED)
         versions = [holder.current.version for holder in experiment.holders]
         return JSONResponse({"status": "ready", "model": " ".join(versions)})
 
@@ -149,6 +156,9 @@ def create_app(
     async def show_metrics() -> Response:
         waiting = [holder.current.batcher.waiting_rows for holder in experiment.holders]
         metrics.waiting_rows.set(sum(waiting))
+        for name, holder in zip(NAMES, experiment.holders, strict=False):
+            if (memory := holder.current.process.memory_bytes) is not None:
+                metrics.scoring_memory.labels(name).set(memory)
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     if page is not None:
@@ -160,7 +170,7 @@ def create_app(
                 return HTMLResponse(page.html(user), 200 if user is None else 404)
             try:
                 answer = await asked.answer({"rows": [row]}, time.monotonic() + options.deadline)
-            except (InvalidRequestError, QueueFullError, ClosedError, DeadlineError) as error:
+            except _UNANSWERED as error:
                 return HTMLResponse(page.html(user, error=_told(error)), 503)
             return HTMLResponse(page.html(user, answer))
 

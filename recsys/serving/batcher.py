@@ -1,8 +1,8 @@
-"""Puts requests that wait at the same time into one batch, which a single thread computes.
+"""Puts requests that wait at the same time into one batch, which a single thread has computed.
 
-The call of a package holds Python's global lock, so a second thread would gain nothing. The queue is bounded,
-and a request that could not be answered in time is never computed. All answers of a batch reach the event
-loop in one call: at each call the loop takes the lock, and the thread waits until it gets the lock back.
+The thread waits for a process that scores, which takes one batch after the other. The queue is bounded, and a
+request that could not be answered in time is never computed. All answers of a batch reach the event loop in
+one call: at each call the loop takes Python's lock, and the thread waits until it gets the lock back.
 """
 
 import asyncio

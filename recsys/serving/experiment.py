@@ -44,6 +44,11 @@ class Experiment:
         """Package A, whose schema is that of both."""
         return self.holders[0].current
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the processes of all packages are running."""
+        return all(holder.current.is_alive for holder in self.holders)
+
     def arm(self, user: Any) -> int:
         """Returns the index of the package that answers a user, always the same for a user and share.
 
@@ -72,7 +77,7 @@ class Experiment:
         return loaded
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads of all packages; False if `timeout` seconds were not enough for one."""
+        """Ends the processes of all packages; False if `timeout` seconds were not enough for one."""
         ended = [holder.close(timeout) for holder in self.holders]
         return all(ended)
 

@@ -1,22 +1,13 @@
-"""A loaded package that answers requests: validation, and the batcher that converts and scores their rows."""
+"""A package that answers requests: validation, and the queue in front of the process that scores rows."""
 
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
-from recsys import files
-from recsys import protos as pb
 from recsys.config import features
-from recsys.data.convert.column_block import ColumnBlock
-from recsys.data.convert.converter import Origin
-from recsys.inference.package import Package
-from recsys.inference.predictor import Predictor
-from recsys.inference.requests import for_requests
 from recsys.serving.batcher import Batcher, BatchLimits
+from recsys.serving.messages import Columns, Loaded, Order, RowBatch
+from recsys.serving.metrics import Metrics
 from recsys.serving.schema import (
     MOST_FINDINGS,
     Failure,
@@ -26,10 +17,7 @@ from recsys.serving.schema import (
     RequestSchema,
     output_types,
 )
-
-_ORIGIN = Origin(path="request")
-
-log = logging.getLogger(__name__)
+from recsys.serving.scoring_process import ScoringProcess
 
 
 @dataclass(frozen=True)
@@ -47,31 +35,14 @@ class Prepared:
     places: Sequence[int]
 
 
-class StoreOptions(NamedTuple):
-    """Settings of a store of users.
-
-    Attributes:
-        settings: fields that replace those of the package; None for what the package says.
-        observe: called with the way and the number of rows that were scored in it.
-    """
-
-    settings: pb.UserStore | None = None
-    observe: Callable[[str, int], None] = lambda way, rows: None
-
-
-Columns = dict[str, list[list[Any]]]
-"""Columns of an answer, each with a list per row."""
-
-
 class ServingModel:
-    """A package that answers requests.
+    """A package that answers requests: its process, the queue in front of it, and the schema of requests.
 
     Args:
-        package: the package.
+        order: the package.
         requests: bounds of a request.
         batches: bounds of batches and of the queue.
-        observe: called with the number of rows of each batch.
-        store: a store of users, and who observes it.
+        metrics: counts batches.
 
     Attributes:
         folder: folder of the package.
@@ -80,32 +51,36 @@ class ServingModel:
         recommends: True if it searches items, False if it scores candidates.
 
     Raises:
-        ConfigError: the package cannot keep users.
-        DataError: a vocabulary cannot be used.
+        RecsysError, OSError, ImportError: the package cannot be used.
     """
 
-    def __init__(
-        self,
-        package: Package,
-        requests: RequestLimits,
-        batches: BatchLimits,
-        observe: Callable[[int], None] = lambda rows: None,
-        store: StoreOptions | None = None,
-    ) -> None:
-        store = store or StoreOptions()
-        self.folder, self.pipeline = package.folder, package.pipeline
-        self.version = f"step-{package.description.step}-{files.sha256(self.folder / files.MANIFEST)[:12]}"
-        self.recommends = package.items is not None
-        keys = list(package.pipeline.data.key_columns)
-        pipeline = for_requests(package.pipeline, store.settings)
-        self._predictor = Predictor(package, pipeline, store.observe)
-        searched = self._predictor.item if package.items is not None else None
-        outputs = output_types(package.pipeline, package.description.outputs, searched)
-        self._tasks = package.description.outputs
-        self._candidates = None if self.recommends else features.candidate_item(package.pipeline)
-        max_items = self._predictor.most_items if self.recommends else None
-        self.schema = RequestSchema(package.pipeline, keys, outputs, max_items, requests)
-        self.batcher: Batcher[Prepared, Columns] = Batcher(self._run, batches, observe)
+    def __init__(self, order: Order, requests: RequestLimits, batches: BatchLimits, metrics: Metrics) -> None:
+        self.process = ScoringProcess(order)
+        loaded = self.process.loaded
+        self.folder, self.pipeline, self.version = order.folder, loaded.pipeline, loaded.version
+        self.recommends = loaded.searched is not None
+        self._candidates = None if self.recommends else features.candidate_item(self.pipeline)
+        self.schema = schema_of(loaded, requests)
+        self._keeps_users, self._metrics = loaded.keeps_users, metrics
+        self.batcher: Batcher[Prepared, Columns] = Batcher(self._run, batches, metrics.batch_rows.observe)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process and the thread that fills it are running."""
+        return self.batcher.is_alive and self.process.is_alive
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Answers waiting requests and ends the process.
+
+        Returns:
+            False if `timeout` seconds were not enough; the process was killed then.
+        """
+        ended = self.batcher.close(timeout)
+        if ended:
+            self.process.close()
+        else:
+            self.process.kill()
+        return ended
 
     def prepare(self, body: bytes | dict[str, Any]) -> Prepared:
         """Validates a request, as JSON or as an object. Its rows are converted with those of its batch.
@@ -129,48 +104,42 @@ class ServingModel:
         return rows
 
     def _run(self, batch: Sequence[Prepared]) -> list[Columns | Exception]:
-        """Converts and scores the rows of all requests together. A request with a bad row gets an error."""
-        rows = [row for prepared in batch for row in prepared.rows]
-        # The time hardly depends on the number of rows, so a batch is one table.
-        block = self._predictor.convert(self.schema.table(rows), _ORIGIN)
-        ends = np.cumsum([len(prepared.rows) for prepared in batch]).tolist()
-        if self.recommends:
-            columns = self._recommend(block, max(prepared.k for prepared in batch))
-        else:
-            if self._predictor.stored is not None:
-                # A store of users knows them by the first key column, as text.
-                users = [None if (user := self.schema.user(row)) is None else str(user) for row in rows]
-                block = replace(block, keys=pa.table({"user": pa.array(users, pa.string())}))
-            columns = self._score(block)
+        """Has the rows of all requests scored together. A request with a bad row gets an error."""
+        scored = self.process.score(row_batch(self.schema, batch, self._keeps_users))
+        self._metrics.observe(scored)
         answers: list[Columns | Exception] = []
-        for prepared, end in zip(batch, ends, strict=True):
-            start = end - len(prepared.rows)
+        end = 0
+        for prepared in batch:
+            start, end = end, end + len(prepared.rows)
             bad = {
-                place: block.bad_rows[row]
+                place: scored.bad_rows[row]
                 for place, row in zip(prepared.places, range(start, end), strict=True)
-                if row in block.bad_rows
+                if row in scored.bad_rows
             }
             if bad:
                 answers.append(_refused(bad))
                 continue
-            mine = {name: values[start:end] for name, values in columns.items()}
+            mine = {name: values[start:end] for name, values in scored.columns.items()}
             if self.recommends:
                 mine = {name: [row[: prepared.k] for row in values] for name, values in mine.items()}
             answers.append(mine)
         return answers
 
-    def _recommend(self, block: ColumnBlock, k: int) -> Columns:
-        """Searches the best `k` items of each row."""
-        best = self._predictor.best_items(block, k)
-        return {
-            self._predictor.item: _split(best.ids.to_pylist(), best.lengths),
-            features.SCORE: _split(best.scores.tolist(), best.lengths),
-        }
 
-    def _score(self, block: ColumnBlock) -> Columns:
-        """Scores the candidates of each row."""
-        flat, lengths = self._predictor.scores.of(block), block.lengths[pb.CANDIDATE]
-        return {name: _split(flat[:, i].tolist(), lengths) for i, name in enumerate(self._tasks)}
+def schema_of(loaded: Loaded, requests: RequestLimits) -> RequestSchema:
+    """Returns the schema of a loaded package's requests and answers."""
+    outputs = output_types(loaded.pipeline, loaded.outputs, loaded.searched)
+    keys = list(loaded.pipeline.data.key_columns)
+    return RequestSchema(loaded.pipeline, keys, outputs, loaded.max_items, requests)
+
+
+def row_batch(schema: RequestSchema, batch: Sequence[Prepared], keeps_users: bool) -> RowBatch:
+    """Joins the rows of requests. A store of users knows them by the first key column, as text."""
+    rows = [row for prepared in batch for row in prepared.rows]
+    users = None
+    if keeps_users:
+        users = [None if (user := schema.user(row)) is None else str(user) for row in rows]
+    return RowBatch(schema.columns(rows), max(prepared.k for prepared in batch), users)
 
 
 def _refused(bad: dict[int, str]) -> InvalidRequestError:
@@ -179,9 +148,3 @@ def _refused(bad: dict[int, str]) -> InvalidRequestError:
     more = len(findings) - MOST_FINDINGS
     said = f"rows are bad{f'; {more} more findings' if more > 0 else ''}"
     return InvalidRequestError(422, Failure(error=said, findings=findings[:MOST_FINDINGS]))
-
-
-def _split(values: list[Any], lengths: np.ndarray) -> list[list[Any]]:
-    """Splits concatenated values into one list per row."""
-    ends = np.cumsum(lengths).tolist()
-    return [values[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

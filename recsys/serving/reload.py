@@ -25,7 +25,7 @@ class ModelHolder:
     Args:
         model: the first model.
         load: loads a package; runs in a thread.
-        observe: called with each model that takes over.
+        observe: called with the version of each model that takes over.
 
     Attributes:
         current: the model that answers new requests.
@@ -38,7 +38,7 @@ class ModelHolder:
         self,
         model: ServingModel,
         load: Callable[[Path], ServingModel],
-        observe: Callable[[ServingModel], None] = lambda model: None,
+        observe: Callable[[str], None] = lambda version: None,
     ) -> None:
         self.current = model
         self.accept = lambda model: None
@@ -48,7 +48,7 @@ class ModelHolder:
         self._users: dict[ServingModel, int] = {}
         self._loading = False
         self._closing: set[asyncio.Task[bool]] = set()
-        observe(model)
+        observe(model.version)
 
     @contextmanager
     def use(self) -> Iterator[ServingModel]:
@@ -78,7 +78,7 @@ class ModelHolder:
         self._loading = True
         try:
             model = await asyncio.to_thread(self._load, folder)
-            self.accept(model)
+            self._require_accepted(model)
         except (RecsysError, OSError) as error:
             log.error("%s was not loaded, %s stays in use: %s", folder, self.current.version, error)
             raise ReloadError(str(error)) from error
@@ -86,15 +86,23 @@ class ModelHolder:
             self._loading = False
         before, self.current = self.current, model
         self._users.setdefault(before, 0)
-        self._observe(model)
+        self._observe(model.version)
         log.info("%s takes over from %s", model.version, before.version)
         self._close_unused()
         return model
 
     def close(self, timeout: float) -> bool:
-        """Answers waiting requests and ends the threads; returns False after `timeout` seconds."""
-        ended = [model.batcher.close(timeout) for model in {self.current, *self._users}]
+        """Answers waiting requests and ends the processes; returns False after `timeout` seconds."""
+        ended = [model.close(timeout) for model in {self.current, *self._users}]
         return all(ended)
+
+    def _require_accepted(self, model: ServingModel) -> None:
+        """Ends the process of a model that may not take over, and raises the error that says why."""
+        try:
+            self.accept(model)
+        except RecsysError:
+            model.close()
+            raise
 
     def _beside(self, name: str) -> Path:
         """Returns a folder beside the first package. Packages are native code, so no other place is safe."""
@@ -107,6 +115,6 @@ class ModelHolder:
         for model in [model for model, count in self._users.items() if count == 0]:
             del self._users[model]
             if model is not self.current:
-                task = asyncio.get_running_loop().create_task(asyncio.to_thread(model.batcher.close))
+                task = asyncio.get_running_loop().create_task(asyncio.to_thread(model.close))
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

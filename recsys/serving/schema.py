@@ -6,7 +6,6 @@ A config may give features any name, so fields have neutral names, with the colu
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from recsys import protos as pb
@@ -70,15 +69,6 @@ class RequestLimits:
     candidates: int
 
 
-@dataclass(frozen=True)
-class _RowField:
-    """A field of a row: the column's name, and how its values are stored in a table."""
-
-    name: str
-    kind: pa.DataType | None
-    required: bool
-
-
 class RequestSchema:
     """The columns that a package reads, as pydantic models.
 
@@ -103,7 +93,7 @@ class RequestSchema:
         limits: RequestLimits,
     ) -> None:
         columns = file_columns(pipeline, "predict")
-        self._fields = [_RowField(c.name, _stored(c), c.required) for c in columns]
+        self._required = {column.name: column.required for column in columns}
         taken = {column.name for column in columns}
         self.keys = list(key_columns)
         fields = {f"f{i}": _declared(column, limits) for i, column in enumerate(columns)}
@@ -164,12 +154,13 @@ class RequestSchema:
             failure = Failure(error=said, findings=findings[:MOST_FINDINGS])
             raise InvalidRequestError(422, failure) from None
 
-    def table(self, rows: list[Any]) -> pa.Table:
+    def columns(self, rows: list[Any]) -> dict[str, list[Any]]:
         """Returns the columns that the package reads, of validated rows of any requests."""
-        columns: dict[str, pa.Array] = {}
-        for field in self._fields:
-            values = [getattr(row, self._names[field.name]) for row in rows]
-            if not field.required and None in values:
+        columns: dict[str, list[Any]] = {}
+        fields = [vars(row) for row in rows]
+        for name, required in self._required.items():
+            values = [row[self._names[name]] for row in fields]
+            if not required and None in values:
                 if all(value is None for value in values):
                     continue
                 # Another request of the batch gives the times of its candidates.
@@ -177,14 +168,8 @@ class RequestSchema:
                     self._times(row) if value is None else value
                     for row, value in zip(rows, values, strict=True)
                 ]
-            try:
-                columns[field.name] = pa.array(values, field.kind)
-            except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError):
-                # Hashed ids may be integers in one row and texts in the next; 7 and "7" are the same id.
-                if field.kind is not None:
-                    raise
-                columns[field.name] = pa.array([_as_text(value) for value in values])
-        return pa.table(columns)
+            columns[name] = values
+        return columns
 
     def _times(self, row: Any) -> list[int]:
         """Returns the request's time for each candidate of a row: the default of the only optional column."""
@@ -226,17 +211,6 @@ def _value(column: FileColumn) -> Any:
     return kind | None if column.nullable else kind
 
 
-def _stored(column: FileColumn) -> pa.DataType | None:
-    """Returns the type of a column in a table; None for hashed ids, which are texts or integers."""
-    if column.values == Values.ID:
-        return None
-    types = {Values.TEXT: pa.large_string(), Values.INTEGER: pa.int64()}
-    kind = types.get(column.values, pa.float64())
-    for _ in range(column.depth):
-        kind = pa.list_(kind)
-    return kind
-
-
 def _place(location: tuple[int | str, ...]) -> str:
     """Formats a place as `rows[3].uih_item_id[2]`, without the branches of unions."""
     place = ""
@@ -246,11 +220,6 @@ def _place(location: tuple[int | str, ...]) -> str:
         elif part not in ("int", "str", "constrained-int"):
             place += f".{part}" if place else part
     return place
-
-
-def _as_text(value: Any) -> Any:
-    """Returns ids, within any lists, as texts."""
-    return [_as_text(inner) for inner in value] if isinstance(value, list) else str(value)
 
 
 def output_types(pipeline: pb.Pipeline, outputs: list[str], searched: str | None) -> dict[str, Any]:

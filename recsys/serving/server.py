@@ -5,23 +5,25 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from recsys import protos as pb
+from recsys.config import extensions
 from recsys.errors import ConfigError, RecsysError
-from recsys.inference.package import Package
 from recsys.serving.application import ServingOptions, create_app
 from recsys.serving.batcher import BatchLimits
 from recsys.serving.experiment import NAMES, Experiment
 from recsys.serving.http import http_protocol
 from recsys.serving.json_logs import json_lines
+from recsys.serving.messages import Order
 from recsys.serving.metrics import Metrics
-from recsys.serving.model import ServingModel, StoreOptions
+from recsys.serving.model import ServingModel
 from recsys.serving.page import Page
 from recsys.serving.reload import ModelHolder
 from recsys.serving.schema import RequestLimits
@@ -73,64 +75,97 @@ def serve(
 
     Raises:
         ConfigError: two packages take different requests, or the page cannot be made.
-        PackageError: the package cannot be used.
-        RecsysError: the address cannot be used, or requests were cut off because the grace period was over.
+        RecsysError: a package or the address cannot be used; requests were cut off because the grace period
+            was over; or a process that scores has ended.
     """
     metrics = Metrics()
 
     def load(place: Path) -> ServingModel:
-        package = Package(place, verify_key=settings.verify_key)
-        store = StoreOptions(settings.store, lambda way, rows: metrics.store_rows.labels(way).inc(rows))
-        model = ServingModel(package, requests, batches, lambda rows: metrics.batch_rows.observe(rows), store)
+        level = logging.getLevelName(logging.getLogger("recsys").level)
+        order = Order(place, settings.verify_key, settings.store, extensions.loaded(), level)
+        model = ServingModel(order, requests, batches, metrics)
         _collect_garbage()
         return model
 
-    def observer(name: str) -> Callable[[ServingModel], None]:
-        return lambda model: metrics.set_model(name, model.version)
-
-    with json_lines(), _listen(settings) as listening:
+    with json_lines(), _listen(settings) as listening, ExitStack() as stack:
+        models = []
+        for folder in folders:
+            models.append(load(folder))
+            stack.callback(models[-1].process.kill)
         experiment = Experiment(
             [
-                ModelHolder(load(folder), load, observer(name))
-                for name, folder in zip(NAMES, folders, strict=False)
+                ModelHolder(model, load, partial(metrics.set_model, name))
+                for name, model in zip(NAMES, models, strict=False)
             ],
             settings.share,
         )
         page = None
         if settings.page_rows:
             page = Page(experiment.first.pipeline, settings.page_rows, settings.item_names)
-        server: uvicorn.Server | None = None
-        app = create_app(
-            experiment, metrics, options, lambda: server is not None and server.should_exit, page
-        )
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=http_protocol(),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                limit_concurrency=_CONNECTIONS,
-                # Longer than most clients keep idle connections: none then sends on a closing connection.
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, round(settings.grace)),
-            )
-        )
         if settings.host not in _LOOPBACK and options.token is None:
             log.warning("anyone who can reach %s can use this server: it requires no token", settings.host)
         host, port = listening.getsockname()[:2]
-        versions = " ".join(holder.current.version for holder in experiment.holders)
-        fields = {"host": host, "port": port, "model": versions}
+        fields = {"host": host, "port": port, "model": " ".join(model.version for model in models)}
         log.info("listening" if not dry_run else "dry run: would listen", extra={"fields": fields})
         if dry_run:
             experiment.close(settings.grace)
             return
-        with _quiet_sigterm():
-            server.run(sockets=[listening])
-        if not experiment.close(settings.grace):
-            raise RecsysError(f"a computation did not end within {settings.grace:g} s and was cut off")
+        _answer(experiment, metrics, options, page, listening, settings.grace)
+        _end(experiment, settings.grace)
         log.info("stopped")
+
+
+def _answer(
+    experiment: Experiment,
+    metrics: Metrics,
+    options: ServingOptions,
+    page: Page | None,
+    listening: socket.socket,
+    grace: float,
+) -> None:
+    """Answers requests until a signal, or until a process that scores has ended."""
+    server: uvicorn.Server | None = None
+
+    async def stop_without_process() -> None:
+        if server is not None and not experiment.is_alive:
+            server.should_exit = True
+
+    app = create_app(experiment, metrics, options, lambda: server is not None and server.should_exit, page)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=http_protocol(),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            limit_concurrency=_CONNECTIONS,
+            # Longer than most clients keep idle connections: none then sends on a closing connection.
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(grace)),
+            # Called about once a second.
+            callback_notify=stop_without_process,
+            timeout_notify=0,
+        )
+    )
+    with _quiet_sigterm():
+        server.run(sockets=[listening])
+
+
+def _end(experiment: Experiment, grace: float) -> None:
+    """Ends the processes.
+
+    Raises:
+        RecsysError: a computation had to be cut off, or a process had ended before.
+    """
+    lost = [holder.current for holder in experiment.holders if not holder.current.is_alive]
+    if not experiment.close(grace):
+        raise RecsysError(f"a computation did not end within {grace:g} s and was cut off")
+    for model in lost:
+        raise RecsysError(
+            f"{model.folder}: the process that scores {model.process.ending}. The server stops, so that "
+            "whatever started it can start it again"
+        )
 
 
 def read_token(file: str | None, variable: str | None) -> str | None:
@@ -159,10 +194,10 @@ def read_token(file: str | None, variable: str | None) -> str | None:
 
 
 def _collect_garbage() -> None:
-    """Collects garbage, and leaves out of later collections what is in memory now, such as loaded packages.
+    """Collects garbage, and leaves out of later collections what is in memory now, such as schemas.
 
-    A collection that goes through the 400,000 objects of a server keeps requests waiting for half a second.
-    Garbage of a package that has been replaced is collected at the next reload.
+    A collection that goes through the 80,000 objects of libraries keeps requests waiting for 60 ms. Garbage
+    of a package that has been replaced is collected at the next reload.
     """
     gc.unfreeze()
     gc.collect()

@@ -2,14 +2,18 @@
 that a client sends, or a reload, or SIGTERM, costs another client its answer."""
 
 import json
+import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -18,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys import files
-from tests.integration.runs import command, finish, wait_for
+from tests.integration.runs import ROOT, command, finish, wait_for
 from tests.tools.forks import start_command
 
 TOKEN = "a-secret-of-forty-characters-or-so-123456"
@@ -67,6 +71,19 @@ def same(rows: list[dict], expected: list[dict]) -> bool:
     return True
 
 
+def scoring(server: int) -> list[int]:
+    """The processes that score for the server with this process id."""
+    # Any thread of the server may have started them.
+    lists = [path.read_text().split() for path in Path(f"/proc/{server}/task").glob("*/children")]
+    children = [child for children in lists for child in children]
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def resident_bytes(process: int) -> int:
+    """The resident memory of a process."""
+    return 1024 * int(Path(f"/proc/{process}/status").read_text().split("VmRSS:")[1].split()[0])
+
+
 @pytest.fixture(scope="module")
 def packages(ranker, tmp_path_factory):
     """A folder with a package, a newer one, and one with a damaged file."""
@@ -113,6 +130,10 @@ def test_scores_are_those_of_predict_for_one_client_and_for_many(server, rows, e
     assert 'recsys_requests_total{route="/score",status="200"}' in text
     batches = float(text.split("recsys_batch_rows_count ")[1].split()[0])
     assert batches < 1 + len(rows)
+    for stage in ("convert", "score"):
+        assert f'recsys_batch_seconds_count{{stage="{stage}"}} {batches}' in text
+    resident = float(text.split('recsys_scoring_resident_memory_bytes{package="A"} ')[1].split()[0])
+    assert resident == pytest.approx(resident_bytes(*scoring(server.process.pid)), rel=0.1)
 
 
 def test_recommendations_are_those_of_predict(retriever, tmp_path):
@@ -284,6 +305,7 @@ def test_a_broken_package_leaves_the_old_one_and_a_new_one_takes_over_without_a_
         assert before in answer.json()["error"]
     assert server.client.post("/reload", json={"pakage": "second"}).status_code == 422
     assert server.client.get("/readyz").json()["model"] == before
+    assert len(scoring(server.process.pid)) == 1
     done, answers = threading.Event(), []
 
     def ask(thread: int) -> None:
@@ -314,13 +336,13 @@ def test_a_broken_package_leaves_the_old_one_and_a_new_one_takes_over_without_a_
         assert same(answer.json()["rows"], [expected.answers[place]])
     text = server.client.get("/metrics").text
     assert f'recsys_model_info{{package="A",version="{after}"}} 1.0' in text and before not in text
+    wait_for(lambda: len(scoring(server.process.pid)) == 1, server.process)
 
 
 def test_overload_is_answered_and_sigterm_loses_nothing(packages, rows, expected):
     # Whatever comes waits half a second, so that what happens does not depend on the machine's speed.
-    with serving(
-        packages / "first", "--max-wait-ms", 500, "--max-queue", 4, "--deadline-ms", 30_000
-    ) as running:
+    patient = ("--max-wait-ms", 500, "--deadline-ms", 30_000)
+    with serving(packages / "first", *patient, "--max-queue", 4, new_group=True) as running:
         ask = lambda i: running.client.post("/score", json={"rows": [rows[i]]})  # noqa: E731
         with ThreadPoolExecutor(40) as threads:
             answers = list(threads.map(ask, range(40)))
@@ -335,10 +357,86 @@ def test_overload_is_answered_and_sigterm_loses_nothing(packages, rows, expected
             coming = [threads.submit(ask, i) for i in range(4)]
             queued = lambda: "recsys_queue_rows 4.0" in running.client.get("/metrics").text  # noqa: E731
             wait_for(queued, running.process)
-            running.process.send_signal(signal.SIGTERM)
+            # Supervisors may send it to all processes of the server.
+            os.killpg(running.process.pid, signal.SIGTERM)
             last = [future.result(30) for future in coming]
         assert same([answer.json()["rows"][0] for answer in last], expected.answers[:4])
         assert "stopped" in finish(running.process)
+
+
+def ask_and_wait(running, rows) -> list:
+    """Asks about each row alone while the process that scores is stopped; returns futures of the answers."""
+    threads = ThreadPoolExecutor(len(rows))
+    post = lambda row: running.client.post("/score", json={"rows": [row]})  # noqa: E731
+    asked = [threads.submit(post, row) for row in rows]
+    # The first one is with the process, and the others wait.
+    queued = f"recsys_queue_rows {len(rows) - 1}.0"
+    wait_for(lambda: queued in running.client.get("/metrics").text, running.process)
+    threads.shutdown(wait=False)
+    return asked
+
+
+def test_a_killed_process_ends_the_server_and_requests_are_told_so(packages, rows):
+    flags = ("--max-wait-ms", 0, "--max-batch", 1, "--deadline-ms", 60_000)
+    with serving(packages / "first", *flags, code=1) as running:
+        (process,) = scoring(running.process.pid)
+        os.kill(process, signal.SIGSTOP)
+        asked = ask_and_wait(running, rows[:3])
+        os.kill(process, signal.SIGKILL)
+        for future in asked:
+            answer = future.result(30)
+            assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
+            assert "a process that scores has ended; ask again later" in answer.json()["error"]
+        said = finish(running.process, 1)
+    assert f"{packages / 'first'}: the process that scores was ended by SIGKILL" in said
+    assert "memory is short" in said and "Traceback" not in said
+
+
+def test_ctrl_c_answers_requests_and_leaves_no_process(packages, rows, expected):
+    flags = ("--max-wait-ms", 0, "--max-batch", 1, "--deadline-ms", 60_000)
+    with serving(packages / "first", *flags, code=130, new_group=True) as running:
+        (process,) = scoring(running.process.pid)
+        os.kill(process, signal.SIGSTOP)
+        asked = ask_and_wait(running, rows[:2])
+        os.killpg(running.process.pid, signal.SIGINT)
+        os.kill(process, signal.SIGCONT)
+        for future, answer in zip(asked, expected.answers[:2], strict=True):
+            assert same(future.result(30).json()["rows"], [answer])
+        assert "Traceback" not in finish(running.process, 130)
+        assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_computation_longer_than_the_grace_period_is_cut_off(packages, rows):
+    flags = ("--max-wait-ms", 0, "--deadline-ms", 60_000, "--grace-s", 1)
+    with serving(packages / "first", *flags, code=1) as running:
+        (process,) = scoring(running.process.pid)
+        os.kill(process, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(running.client.post, "/score", json={"rows": rows[:1]})
+            begun = lambda: "recsys_batch_rows_count 1.0" in running.client.get("/metrics").text  # noqa: E731
+            wait_for(begun, running.process)
+            running.process.send_signal(signal.SIGTERM)
+            assert "did not end within 1 s and was cut off" in finish(running.process, 1)
+            asked.exception(30)
+        assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_killed_server_leaves_no_process(packages):
+    with serving(packages / "first", code=-signal.SIGKILL) as running:
+        left = [running.process.pid, *scoring(running.process.pid)]
+        assert len(left) == 2
+        running.process.kill()
+        until = time.monotonic() + 30
+        while any(Path(f"/proc/{process}").exists() for process in left) and time.monotonic() < until:
+            running.process.poll()
+            time.sleep(0.05)
+        assert not Path(f"/proc/{left[1]}").exists()
+
+
+def test_the_process_that_speaks_http_does_without_pytorch():
+    code = "import sys, recsys.serve, recsys.serving.server; print([n for n in sys.modules if n == 'torch'])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert shown.stdout == "[]\n"
 
 
 def test_an_answer_later_than_the_deadline_is_504(packages, rows):

@@ -160,6 +160,7 @@ def test_flags_that_do_not_go_together_are_refused(ranker, retriever, twins, tmp
         ((*a, *b, "--share", 1.5), 2, "'1.5' is not a number from 0 to 1"),
         ((*a, "--item-names", names), 2, "give --page-rows"),
         ((*a, "--user-store-folder-mib", 5), 2, "give --user-store-folder"),
+        ((*a, "--user-store-mib", 5), 2, "export it with export.cached_scoring: true"),
         ((*a, *page, "--token-file", secret), 2, "a browser sends no token"),
         ((*a, *page, "--item-names", names), 3, "it needs the columns `id` and `name`, and has item, title"),
         ((*a, "--package", retriever.package, "--share", 0.5), 2, "read different rows"),

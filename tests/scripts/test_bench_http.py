@@ -103,8 +103,10 @@ def test_a_soak_tells_how_memory_grows(monkeypatch, capsys):
 
     class Growing:
         async def ask(self, method, path):
-            memory = 2**20 * (100 + clock[0] / 30)
+            memory = 2**20 * (60 + clock[0] / 30)
             text = f"process_resident_memory_bytes {memory}\nprocess_open_fds 7.0\n"
+            for package in "AB":
+                text += f'recsys_scoring_resident_memory_bytes{{package="{package}"}} {20 * 2**20}\n'
             return bench_http.Answer("200", text.encode())
 
     async def offer(client, path, bodies, rate, seconds):
@@ -124,8 +126,8 @@ def test_a_soak_tells_how_memory_grows(monkeypatch, capsys):
 def test_a_slope_is_that_of_the_line_and_a_metric_is_found_by_its_whole_name():
     assert slope([(x, 3.0 * x - 7) for x in (0.0, 1.0, 5.0, 9.0)]) == pytest.approx(3)
     assert slope([(0.0, 1.0), (1.0, 3.0), (2.0, 2.0)]) == pytest.approx(0.5)
-    text = "# HELP a about\na_total 9\na 1.5e+02\n"
-    assert gauge(text, "a") == 150
+    text = '# HELP a about\na_total 9\na 1.5e+02\nc{x="1"} 2.5\nc{x="2"} 4\n'
+    assert gauge(text, "a") == 150 and gauge(text, "c") == 6.5
     with pytest.raises(ConnectionError, match="have no b"):
         gauge(text, "b")
 
