@@ -71,6 +71,12 @@ class Setting:
             "hybrid": f"hybrid {{ mixers {{ {linear('GATED', layers)} }} mixers {{ {attention} }} }}",
         }
 
+    def overrides(self, mixer: str) -> list[str]:
+        """What a mixer changes in the config."""
+        text = self.mixers()[mixer]
+        changes = [self.change, f"{self.mixer_path}={{{text}}}" if text else ""]
+        return [change for change in changes if change]
+
 
 def _block(text: str) -> str:
     """The part of text up to the brace that closes its first one, in one line without comments."""
@@ -144,14 +150,11 @@ class Run:
             "data.num_workers=1",
             f'data.vocabulary_dir="{root}/vocabulary"',
         ]
-        changes += [chosen.change] if chosen.change else []
         for split in ("train", "validation", "test"):
             path = Path(ready.split(f'{split} {{ parquet {{ paths: "')[1].split('"')[0]).name
             path = chosen.rows if split == "train" and chosen.rows else path
             changes.append(f'data.{split}.parquet.paths=["{root}/{path}"]')
-        text = chosen.mixers()[self.mixer]
-        if text:
-            changes.append(f"{chosen.mixer_path}={{{text}}}")
+        changes += chosen.overrides(self.mixer)
         sets = [part for change in changes for part in ("--set", change)]
         return ["recsys.train", "--config", chosen.config, "--run-dir", str(self.folder), *sets]
 
@@ -210,7 +213,7 @@ def unpack(data: Path) -> None:
     """Unpacks what `prepare` packed, unless it is there."""
     for archive in data.glob("*.tar.xz"):
         name = archive.name.removesuffix(".tar.xz")
-        if name not in SETTINGS or (data / name).exists():
+        if name not in {chosen.dataset for chosen in SETTINGS.values()} or (data / name).exists():
             continue
         with tarfile.open(archive) as tar:
             tar.extractall(data / f"{name}.part", filter="data")

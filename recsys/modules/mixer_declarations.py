@@ -7,7 +7,7 @@ its class; checking a config with it then imports torch.
 from collections.abc import Iterator, Sequence
 
 from recsys import protos as pb
-from recsys.config.checks.values import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, limit
+from recsys.config.checks.values import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, Range, limit
 from recsys.config.checks.walk import Finding
 from recsys.config.declarations import Choice, MixerDeclaration, declared_mixer
 from recsys.config.registry import declare
@@ -18,6 +18,9 @@ BACKENDS = ("auto", "sm90", "triton", "reference")
 
 LINEAR_BACKENDS = ("auto", "triton", "reference")
 """Attention backends that a config of `LinearMixer` may name."""
+
+PERIOD = Range(lambda x: x >= 2, "2 or more")
+"""Wavelengths that whole numbers of tokens or seconds can tell from no wave at all."""
 
 limit(
     pb.HstuMixer,
@@ -38,6 +41,11 @@ limit(
 limit(
     pb.SasRecMixer,
     {"num_layers": COUNT, "num_heads": COUNT, "feed_forward_dim": COUNT, "dropout": BELOW_ONE},
+)
+limit(
+    pb.RotaryPositions,
+    dict.fromkeys(("shortest_tokens", "longest_tokens", "shortest_seconds"), PERIOD)
+    | {"longest_seconds": NOT_NEGATIVE},
 )
 limit(
     pb.LinearMixer,
@@ -97,17 +105,25 @@ class SasRecDeclaration(MixerDeclaration):
 
     keeps_cache = True
 
+    @property
+    def reads_times(self) -> bool:
+        """Whether queries and keys are turned by times."""
+        return self.config.HasField("rotary") and self.config.rotary.longest_seconds > 0
+
     def choices(self) -> Iterator[Choice]:
         """Derives the width of the feed-forward layers."""
         width = self.model.embedding_dim
         yield Choice(self.config, self.path, "feed_forward_dim", width, "model.embedding_dim")
 
     def findings(self) -> Iterator[Finding]:
-        """Checks that the number of heads divides the width of a token."""
+        """Checks that the number of heads divides the width of a token, and what rotary positions need."""
         width, heads = self.model.embedding_dim, self.config.num_heads
         if heads > 0 and width % heads:
             problem = f"{heads} does not divide model.embedding_dim, which is {width}"
             yield Finding(f"{self.path}.num_heads", problem)
+        elif heads > 0 and self.config.HasField("rotary") and width // heads % 2:
+            problem = f"turns pairs of numbers, but heads are {width // heads} wide; take another num_heads"
+            yield Finding(f"{self.path}.rotary", problem)
 
 
 @declare(pb.LinearMixer)

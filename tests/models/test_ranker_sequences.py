@@ -15,7 +15,10 @@ from tests.modules.pipelines import (
 )
 
 SIZES = [(3, 2), (0, 1), (6, 4), (2, 0), (1, 3)]
-FORMS = RANKERS | {"sasrec": (RANKER, "model { ranker { mixer { sasrec { num_heads: 2 } } } }")}
+SASREC = "model { ranker { mixer { sasrec { num_heads: 2 } } } }"
+ROTARY = "model { ranker { mixer { sasrec { num_heads: 2  rotary {} } } } }"
+TIMED = RANKERS | {"rotary": (RANKER, ROTARY)}
+FORMS = TIMED | {"sasrec": (RANKER, SASREC)}
 
 
 def build(pipeline):
@@ -62,7 +65,7 @@ def test_labels_do_not_reach_the_scores(model, pipeline):
     assert torch.equal(logits(model, pipeline, rows), logits(model, pipeline, flipped))
 
 
-@pytest.mark.parametrize("pipeline", RANKERS, indirect=True)  # sasrec does not look at times of candidates
+@pytest.mark.parametrize("pipeline", TIMED, indirect=True)  # others do not look at times of candidates
 @pytest.mark.parametrize(
     "change",
     [

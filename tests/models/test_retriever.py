@@ -22,13 +22,14 @@ from tests.modules.pipelines import (
 
 SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
 SASREC = "model { retriever { mixer { sasrec { num_heads: 2 } } } }"
+ROTARY = "model { retriever { mixer { sasrec { num_heads: 2  rotary {} } } } }"
 UNIFORM = "model { retriever { loss { softmax { uniform { num_negatives: 5 } } } } }"
 IN_BATCH = "model { retriever { loss { softmax { in_batch { num_uniform: 5 } } } } }"
 LEARNED = "model { retriever { loss { softmax { learn_temperature: true } } } }"
 NEGATIVES = [5, 9, 7, 7, 20]
 
 
-@pytest.fixture(params=["", SASREC], ids=["hstu", "sasrec"])
+@pytest.fixture(params=["", SASREC, ROTARY], ids=["hstu", "sasrec", "rotary"])
 def pipeline(request):
     return pipeline_of(RETRIEVER, request.param)
 
@@ -72,10 +73,11 @@ def test_the_future_does_not_reach_the_past(model, pipeline):
         assert not torch.isclose(after[cut:], before[cut:]).all(1).any()
 
 
+@pytest.mark.parametrize("mixer", ["", ROTARY], ids=["hstu", "rotary"])
 @pytest.mark.parametrize("knows", [True, False])
-def test_a_query_that_knows_its_own_time_only_does_not_see_the_time_of_its_target(knows):
+def test_a_query_that_knows_its_own_time_only_does_not_see_the_time_of_its_target(knows, mixer):
     change = "model { retriever { preprocessor { uih { query_time: LAST_EVENT } } } }"
-    pipeline = pipeline_of(RETRIEVER, "" if knows else change)
+    pipeline = pipeline_of(RETRIEVER, mixer, "" if knows else change)
     model = build(pipeline)
     row = random_row(pipeline, 6, 1)
     later = row.changed(request_time=row.request_time + 10**6)

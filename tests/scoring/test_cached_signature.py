@@ -35,7 +35,9 @@ EXPORTED_HYBRID = f"""model {{ ranker {{ mixer {{ hybrid {{
   mixers {{ hstu {{ num_heads: 2  qk_dim: 4  layer_groups {{ num_layers: 1  tail_len: 5  {BLIND} }} }} }}
   mixers {{ linear {{
     num_heads: 2  qk_dim: 4  num_layers: 1  form: DELTA  time_channel: false  position_channel: false }} }}
-  mixers {{ sasrec {{ num_heads: 2  layer_groups {{ num_layers: 1  tail_len: 3  {BLIND} }} }} }}
+  mixers {{ sasrec {{
+    num_heads: 2  layer_groups {{ num_layers: 1  tail_len: 3  {BLIND} }}  rotary {{ longest_seconds: 0 }}
+  }} }}
 }} }} }} }}"""
 MODELS = {
     "hstu": (RANKER,),

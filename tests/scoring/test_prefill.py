@@ -42,6 +42,7 @@ GROUPS = """layer_groups { num_layers: 1  mask { window: 2  prefix: 1  unit: EVE
   layer_groups { num_layers: 2  tail_len: 2  mask { target_group_size: 2 } }"""
 FORMS = RANKERS | {
     "sasrec": (RANKER, SASREC.format(f"ligr: true  {GROUPS}")),
+    "rotary": (RANKER, SASREC.format(f"rotary {{}}  {GROUPS}")),
     "hybrid": (RANKER, HYBRID),
     "truncated": (RANKER, TRUNCATED),
     "truncated, interleaved": (RANKER, TRUNCATED, INTERLEAVED),
@@ -206,10 +207,12 @@ def test_gradients_are_refused():
 # What lets a cache grow: positions from the start, no ages, and a stack that allows it.
 BLIND = HSTU.format("bias { num_time_buckets: 0 }  mask { contextual_reads_history: false }")
 PLACED = contextual("positional { origin: START  num_time_buckets: 0 }")
+HIDDEN = "mask { contextual_reads_history: false }"
 GROWING = {
     "summed": (RANKER, PLACED, BLIND),
     "interleaved": (RANKER, PLACED, BLIND, INTERLEAVED),
     "sasrec": (RANKER, PLACED, SASREC.format("mask { contextual_reads_history: false }")),
+    "rotary": (RANKER, PLACED, SASREC.format(f"rotary {{ longest_seconds: 0 }}  {HIDDEN}")),
     "linear": (RANKER, PLACED, LINEAR.replace("qk_dim: 4", "qk_dim: 4  time_channel: false")),
     "all encoders": (*RANKERS["all"], PLACED, BLIND),
     "no positions": (*FORMS["no positions"], BLIND),

@@ -17,7 +17,7 @@ RETRIEVER_SASREC = "model { retriever { mixer { sasrec { num_layers: 1  num_head
 ONE_LAYER = "model { ranker { mixer { hstu { num_layers: 1 } } } }"
 LINEAR = "linear { num_layers: 1  num_heads: 2  qk_dim: 4 }"
 RANKER_LINEAR = f"""model {{ ranker {{ mixer {{ hybrid {{
-  mixers {{ sasrec {{ num_heads: 2  layer_groups {{ num_layers: 1  tail_len: 3 }} }} }}
+  mixers {{ sasrec {{ num_heads: 2  rotary {{}}  layer_groups {{ num_layers: 1  tail_len: 3 }} }} }}
   mixers {{ {LINEAR} }}
 }} }} }} }}"""
 RETRIEVER_HYBRID = """model { retriever { mixer { hybrid {
@@ -26,7 +26,7 @@ RETRIEVER_HYBRID = """model { retriever { mixer { hybrid {
     num_layers: 1  num_heads: 2  qk_dim: 4  v_dim: 3  scale_len: 3  activation: UVQK  gate: UGN
     bias { num_time_buckets: 40 }
   } }
-  mixers { sasrec { num_layers: 1  num_heads: 2 } }
+  mixers { sasrec { num_layers: 1  num_heads: 2  rotary {} } }
 } } } }"""
 TRUNCATED = """model { ranker {
   preprocessor { contextual { action_placement: INTERLEAVED } }

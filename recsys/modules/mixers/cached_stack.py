@@ -34,6 +34,7 @@ from recsys.modules.mixers.batched_layers import (
     project,
     to_compute_dtype,
 )
+from recsys.modules.mixers.rotary import RotaryPositions, Rotations
 from recsys.modules.mixers.rules import LayerRule
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout
@@ -44,11 +45,14 @@ class Stack(Protocol):
 
     Attributes:
         casts_residual: whether residual sums have the dtype of matrix products.
+        rotary: turns queries and keys before attention, so that caches hold turned keys; None for a stack
+            without it.
     """
 
     training: bool
     layers: Sequence[Layer]
     biases: Sequence[nn.Module]
+    rotary: RotaryPositions | None
     rules: Sequence[LayerRule]
     reads_times: bool
     casts_residual: bool
@@ -93,7 +97,7 @@ def prefill(stacks: Sequence[Stack], sequence: JaggedSequence, *, mixes: bool = 
     """
     require_evaluation(*stacks)
     require_prefix(sequence.layout)
-    first, stages = stacks[0], []
+    first, stages, rotations = stacks[0], [], Rotations(stacks[0].rotary)
     input_dtype, sequence = sequence.values.dtype, _cast(first, sequence)
     for number, rule in enumerate(first.rules):
         sequence = rule.truncate(sequence)
@@ -102,7 +106,8 @@ def prefill(stacks: Sequence[Stack], sequence: JaggedSequence, *, mixes: bool = 
             times = copied(sequence.timestamps) if first.biases else None
             stages.append(CacheStage(sequence.layout, times))
         is_read = mixes or number + 1 < len(first.rules)
-        projections = (project if is_read else keys_and_values)(layers, parts)
+        projected = (project if is_read else keys_and_values)(layers, parts)
+        projections = rotations.apply(projected, sequence, rule.mask)
         stages[-1] = stages[-1].with_layer(copied(projections.k), copied(projections.v))
         if isinstance(projections, Projections):
             q, k, v = projections.q, projections.k, projections.v
@@ -126,9 +131,11 @@ def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[Ca
     """
     require_evaluation(*stacks)
     input_dtype, sequence = sequence.values.dtype, _cast(stacks[0], sequence)
+    rotations = Rotations(stacks[0].rotary)
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
-        projections = project(layers, parts)
+        mask = stacks[0].rules[number].mask
+        projections = rotations.apply(project(layers, parts), sequence, mask, stage.layout)
         attended = _attend(stacks[0], number, sequence, projections, stage, place)
         sequence = sequence.with_values(finish(layers, parts, projections, attended))
     return sequence.with_values(sequence.values.to(input_dtype))
@@ -162,10 +169,12 @@ def extend(
     if not torch.compiler.is_compiling():
         _require_uncut(stacks[0], stages, new, mixes=mixes)
     last = len(stacks[0].rules) - 1
-    keys, values = [], []
+    keys, values, rotations = [], [], Rotations(stacks[0].rotary)
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
-        projections = (project if mixes or number < last else keys_and_values)(layers, parts)
+        projected = (project if mixes or number < last else keys_and_values)(layers, parts)
+        mask = stacks[0].rules[number].mask
+        projections = rotations.apply(projected, sequence, mask, stage.layout)
         keys.append(projections.k)
         values.append(projections.v)
         if isinstance(projections, Projections):
@@ -191,7 +200,7 @@ def require_extendable(mixer: Stack, num_contextual: int, *, mixes: bool = False
     last of all mixers, must give old tokens the same output as before. This fails if contextual tokens read
     the history, or if a token depends on the time of the next token; also if a truncation drops more tokens
     than before, which depends on the cache and is left to `require_uncut`. A truncation before the last layer
-    may drop more tokens, since the cache drops them as well.
+    may drop more tokens, since the cache drops them as well, unless keys are turned by their places.
 
     Args:
         mixer: the stack, or any of those that run as one batch.
@@ -203,9 +212,10 @@ def require_extendable(mixer: Stack, num_contextual: int, *, mixes: bool = False
     """
     instead = "call prefill with the whole history"
     if mixer.reads_times and (mixes or len(mixer.rules) > 1 or num_contextual):
+        setting = "bias.num_time_buckets" if mixer.rotary is None else "rotary.longest_seconds"
         raise NotExtendableError(
-            "a cache cannot be extended with bias.num_time_buckets > 0: a token's bias uses the time of "
-            f"the token after it, which has changed; {instead}"
+            f"a cache cannot be extended with {setting} > 0: a token reads the time of the token after it, "
+            f"which has changed; {instead}"
         )
     for number, rule in enumerate(mixer.rules if mixes else mixer.rules[:-1]):
         if not rule.mask.history_can_grow(num_contextual):
@@ -236,7 +246,9 @@ def stage_specs(number: int, channels: Sequence[int], stack: Stack) -> list[Stag
             num_heads=stack.num_heads,
             qk_dim=stack.qk_dim,
             v_dim=stack.v_dim,
-            slides=stack.rules[start].tail_len is not None and start + 1 == len(stack.rules),
+            slides=stack.rules[start].tail_len is not None
+            and start + 1 == len(stack.rules)
+            and stack.rotary is None,
         )
         for stage, (start, end) in enumerate(itertools.pairwise([*starts, len(stack.rules)]))
     ]
@@ -245,7 +257,7 @@ def stage_specs(number: int, channels: Sequence[int], stack: Stack) -> list[Stag
 def _require_uncut(mixer: Stack, stages: Sequence[CacheStage], new: SequenceLayout, *, mixes: bool) -> None:
     """Raises NotExtendableError if a truncation drops more tokens than before; see `require_extendable`."""
     layers = list(enumerate(_layers(stages)))
-    for number, (stage, _) in layers if mixes else layers[:-1]:
+    for number, (stage, _) in layers if mixes or mixer.rotary is not None else layers[:-1]:
         tail_len = mixer.rules[number].tail_len
         if tail_len is not None:
             grown = stage.layout.on_host().num_uih + new.on_host().num_uih

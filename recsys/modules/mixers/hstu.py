@@ -49,6 +49,7 @@ class HstuMixer(Mixer, CachingMixer):
     """
 
     casts_residual = True
+    rotary = None
 
     def __init__(self, config: pb.HstuMixer, *, embedding_dim: int):
         super().__init__()

@@ -1,7 +1,8 @@
 """`SasRecMixer`: a causal transformer with softmax attention (SASRec, arXiv 1808.09781)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from recsys.modules.cache import CachingMixer, Encoded, MixerCache, StageSpec
 from recsys.modules.linear_layer import FeedForward
 from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.base import AttentionUse, Mixer
+from recsys.modules.mixers.batched_layers import Projections
+from recsys.modules.mixers.rotary import RotaryPositions, Rotations
 from recsys.modules.mixers.rules import layer_rules, stack_flops
 from recsys.modules.norm import LayerNorm
 from recsys.modules.precision import COMPUTE_DTYPES
@@ -36,7 +39,6 @@ class SasRecMixer(Mixer, CachingMixer):
     """
 
     casts_residual = False
-    reads_times = False
 
     def __init__(self, config: pb.SasRecMixer, *, embedding_dim: int):
         super().__init__()
@@ -61,6 +63,10 @@ class SasRecMixer(Mixer, CachingMixer):
         self.num_heads = config.num_heads
         self.qk_dim = self.v_dim = embedding_dim // config.num_heads
         self.biases: Sequence[nn.Module] = ()
+        self.rotary = None
+        if config.HasField("rotary"):
+            self.rotary = RotaryPositions(config.rotary, width=self.qk_dim)
+        self.reads_times = self.rotary is not None and self.rotary.timed
         self.attention, self.cached_attention = softmax_attention, softmax_attention_cached
 
     @classmethod
@@ -85,9 +91,11 @@ class SasRecMixer(Mixer, CachingMixer):
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """Mixes tokens [T, E]; a truncation drops history tokens, never contextual tokens or targets."""
+        rotations = Rotations(self.rotary)
         for block, rule in zip(self.blocks, self.rules, strict=True):
             sequence = rule.truncate(sequence)
-            sequence = sequence.with_values(block(sequence.values, sequence.layout, rule.mask))
+            turn = partial(rotations.apply, sequence=sequence, mask=rule.mask)
+            sequence = sequence.with_values(block(sequence.values, sequence.layout, rule.mask, turn))
         return sequence.with_values(self.norm(sequence.values))
 
     @property
@@ -138,9 +146,16 @@ class _AttentionBlock(nn.Module):
         self.project = nn.Linear(embedding_dim, embedding_dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, layout: SequenceLayout, mask: AttentionMask) -> Tensor:
-        """Maps [T, E] to [T, E]."""
-        return self.finish(x, softmax_attention(*self.queries_keys_values(x), layout, mask))
+    def forward(
+        self,
+        x: Tensor,
+        layout: SequenceLayout,
+        mask: AttentionMask,
+        turn: Callable[[Projections], Projections],
+    ) -> Tensor:
+        """Maps [T, E] to [T, E]; `turn` rotates queries and keys."""
+        _, q, k, v = turn(Projections([], *self.queries_keys_values(x)))
+        return self.finish(x, softmax_attention(q, k, v, layout, mask))
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns q, k and v, each [T, H, D]."""

@@ -234,6 +234,14 @@ RANKER_RULES = [
         "sasrec.num_heads: 5 does not divide model.embedding_dim, which is 32",
     ),
     (
+        "model.ranker.mixer={sasrec {num_heads: 32 rotary {}}}",
+        "sasrec.rotary: turns pairs of numbers, but heads are 1 wide; take another num_heads",
+    ),
+    (
+        "model.ranker.mixer={sasrec {rotary {shortest_tokens: 1}}}",
+        "sasrec.rotary.shortest_tokens: 1 is given; it must be 2 or more",
+    ),
+    (
         "model.ranker.mixer={linear {qk_dim: 8 backend: 'sm90'}}",
         "mixer.linear.backend: no backend is called 'sm90'. Allowed here: auto, triton, reference.",
     ),

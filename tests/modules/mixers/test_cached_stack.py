@@ -45,6 +45,9 @@ MIXERS = {name: f"hstu {{ {stack} }}" for name, stack in STACKS.items()} | {
 }
 LINEAR = "num_heads: 2 qk_dim: 4 v_dim: 3 feed_forward_dim: 5"
 SASREC = "sasrec { num_layers: 2 num_heads: 2 feed_forward_dim: 5 }"
+ROTARY = "num_heads: 1 feed_forward_dim: 5 rotary { shortest_tokens: 3 }"
+ORDER = ROTARY.replace("rotary {", "rotary { longest_seconds: 0")
+MIXERS |= {f"rotary {name}": f"sasrec {{ {ROTARY} {GROUPS[name]} }}" for name in ("masks", "tails")}
 MIXERS["linear"] = f"linear {{ {LINEAR} num_layers: 2 form: DELTA }}"
 MIXERS["hybrid"] = f"""hybrid {{ mixers {{ linear {{ {LINEAR} num_layers: 1 form: GATED }} }}
     mixers {{ hstu {{ {STACK} {BIAS} layer_groups {{ num_layers: 1 }}
@@ -340,6 +343,9 @@ GROWING_MIXERS = {
         mixers {{ hstu {{ {STACK} num_layers: 2 {BLIND} }} }}
         mixers {{ sasrec {{ num_layers: 1 num_heads: 2 feed_forward_dim: 5 {BLIND} }} }}
         mixers {{ linear {{ {LINEAR} num_layers: 1 form: DELTA }} }} }}""",
+    "rotary": f"sasrec {{ {ORDER} num_layers: 2 {BLIND} }}",
+    "rotary before a tail that cuts nothing": f"""sasrec {{ {ORDER} layer_groups {{ num_layers: 1 {BLIND} }}
+        layer_groups {{ num_layers: 1 tail_len: 12 }} }}""",
 }
 
 
@@ -369,6 +375,11 @@ REFUSED_MIXERS = {
     "contextual tokens before a mixer": (
         f"hybrid {{ mixers {{ hstu {{ {STACK} num_layers: 1 }} }} mixers {{ linear {{ {LINEAR} }} }} }}",
         "contextual tokens read the history, as in layer 0",
+    ),
+    "rotary times": (f"sasrec {{ {ROTARY} num_layers: 2 {BLIND} }}", "rotary.longest_seconds > 0"),
+    "places behind a tail": (
+        f"sasrec {{ {ORDER} layer_groups {{ num_layers: 1 tail_len: 9 }} }}",
+        "12 tokens of a history would reach layer 0, whose tail_len is 9",
     ),
 }
 

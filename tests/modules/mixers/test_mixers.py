@@ -19,6 +19,8 @@ EXAMPLES = {
     "hstu": """num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 scale_len: 3
         bias { num_positions: 20 num_time_buckets: 40 } mask { contextual_reads_history: false }""",
     "sasrec": "num_layers: 2 num_heads: 2 feed_forward_dim: 7 mask { contextual_reads_history: false }",
+    "sasrec, rotary": """num_layers: 2 num_heads: 1 feed_forward_dim: 7 rotary { shortest_tokens: 3 }
+        mask { contextual_reads_history: false }""",
     "linear": "num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 feed_forward_dim: 5",
     "linear, retention": "num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 form: RETENTION",
     "linear, delta": "num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 form: DELTA",
