@@ -73,8 +73,8 @@ CAPTURED = (
     "ml_1m_ranking.config",
     "movielens_small_generator.config",
 )
-"""Configs whose scoring graphs are captured here, which takes seconds each. The other ones have no part that is
-in none of the captured graphs: those of these configs, of `COMPILED`, and of `test_signature.py`."""
+"""Configs whose scoring graphs are captured here, which takes seconds each. Each part of the other ones is in
+a captured graph: of these configs, of `COMPILED`, or of `test_signature.py`."""
 
 
 def movielens_ranking(folder: Path) -> Path:

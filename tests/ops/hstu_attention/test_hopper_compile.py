@@ -38,8 +38,8 @@ FORWARD_CASES = [
 FORWARD_CASES += [pytest.param(*sizes, "everything", marks=pytest.mark.slow) for sizes in FORWARD]
 FORWARD_CASES += [pytest.param(*sizes, "causal", marks=pytest.mark.slow) for sizes in OTHER_SIZES]
 CANDIDATES = [*cached_launch.SIZES.items(), *cached_launch.LARGE_SIZES.items()]
-# Groups of targets change the loop of new keys only, in the same way for all sizes. Two strips of 64 columns are
-# as those of 128.
+# Groups of targets change the loop of new keys only, in the same way for all sizes. Two strips of 64 columns
+# have the loops of those of 128.
 CANDIDATE_CASES = [
     pytest.param(
         *sizes,
