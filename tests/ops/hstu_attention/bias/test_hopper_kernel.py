@@ -86,7 +86,7 @@ test_the_kernel_in_the_emulator = harness.interpreter_test(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_programs_share_a_processor_and_no_product_waits(every, dtype, tmp_path):
     """Registers without spills, shared memory with that of the assembly, products under way at a time."""
