@@ -372,7 +372,7 @@ def graph_inputs(shapes, seed):
 
 @pytest.mark.parametrize(
     ("kind", "before_a_truncation"),
-    [("hstu", "whole layers"), pytest.param("sasrec", "only what goes on", marks=pytest.mark.slow)],
+    [("hstu", "whole layers"), ("sasrec", "only what goes on")],
     indirect=True,
 )
 def test_an_exported_graph_serves_all_sizes(kind, before_a_truncation):
