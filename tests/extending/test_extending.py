@@ -19,6 +19,7 @@ import pytest
 
 from recsys.compile_protos import compile_protos
 from tests.integration.runs import one_thread, records
+from tests.tools import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -246,9 +247,23 @@ def python(project: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def python_fork(project: Path, code: str, *arguments: str) -> str:
+    """Runs code as `python` does, in a process that has imported the clone but nothing of the project;
+    returns what it prints."""
+    script = project / "script.py"
+    script.write_text(code)
+    path = f"{project}:{ROOT}"
+    process = forks.server().start(
+        "tests.tools.forks:run_script", str(script), *arguments, cwd=project, PYTHONPATH=path
+    )
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
 def commands(project: Path, *lines: list[str]) -> list[Result]:
     """Runs commands, each a module with its flags, one after the other in one process."""
-    printed = python(project, "-c", COMMANDS, json.dumps(lines))
+    printed = python_fork(project, COMMANDS, json.dumps(lines))
     return [Result(*entry) for entry in json.loads(printed.splitlines()[-1])]
 
 
@@ -466,7 +481,7 @@ def test_a_model_of_another_package_trains_resumes_and_evaluates(results):
 def test_another_process_imports_what_a_config_needs(project):
     (project / "note.config").write_text('imports: "note" train { hooks { [note.note] { text: "seen" } } }')
     python(project, "-c", WRITE_NOTE)
-    unknown, hint, text, clash = python(project, "-c", READ_NOTE).splitlines()
+    unknown, hint, text, clash = python_fork(project, READ_NOTE).splitlines()
     assert unknown.startswith("note.config:1: train.hooks[0].[note.note]: no such extension is registered")
     assert hint.startswith("note.config: it was made with --import note")
     assert text == "seen"

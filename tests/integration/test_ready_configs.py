@@ -7,7 +7,7 @@ number are not. Nothing is compiled here but with `--slow`.
 import csv
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from google.protobuf import text_format
+from google.protobuf.message import Message
 
 from recsys import config
 from recsys import export as export_command
@@ -27,6 +27,8 @@ from recsys.prepare import __main__ as prepare
 from recsys.scoring.signature import ScoringGraph
 from tests.integration import parity
 from tests.integration.runs import records
+from tests.modules.pipelines import pipeline_of
+from tests.scoring import test_signature
 from tests.tools.bundles import movielens_codes
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.config"))
@@ -64,18 +66,15 @@ among them one of each kind."""
 COMPILED = ("quickstart.config", "movielens_small_two_tower.config")
 """Configs that are trained for longer, exported and compared with evaluation by `test_export_predict.py`."""
 
-SAME_GRAPH = {
-    "ml_1m_hstu.config": "movielens_small_retrieval.config",
-    "ml_1m_hstu_large.config": "amazon_beauty_hstu.config",
-}
-"""By config whose graph is not captured: one that is captured and has the same model but for numbers
-and metrics."""
-
-SAME_PARTS = {
-    "amazon_beauty_hybrid.config": ("ml_1m_hybrid.config", "amazon_beauty_linear.config"),
-    "amazon_beauty_sasrec.config": ("ml_1m_sasrec.config",),
-}
-"""By config whose graph is not captured, either: those that are captured and have its parts."""
+CAPTURED = (
+    "amazon_beauty_hybrid.config",
+    "kuairand_ranking.config",
+    "kuairand_ultra_hstu.config",
+    "ml_1m_ranking.config",
+    "movielens_small_generator.config",
+)
+"""Configs whose scoring graphs are captured here, which takes seconds each. Each part of the other ones is in
+a captured graph: of these configs, of `COMPILED`, or of `test_signature.py`."""
 
 
 def movielens_ranking(folder: Path) -> Path:
@@ -167,10 +166,10 @@ def test_a_config_learns_and_predicts_what_evaluation_says(trained, request):
     assert len(losses) == STEPS and all(0 < loss < 100 for loss in losses)
     model = parity.trained_model(trained.run, trained.pipeline)
     batches = parity.evaluated_batches(trained.pipeline)
-    if request.node.callspec.params["trained"] in SAME_GRAPH | SAME_PARTS:
-        package = parity.package_of(model, batches, ScoringGraph(model).eval())
-    else:
+    if request.node.callspec.params["trained"] in CAPTURED or request.config.getoption("--slow"):
         package = parity.captured_package(model, batches)
+    else:
+        package = parity.package_of(model, batches, ScoringGraph(model).eval())
     parity.assert_predicted(model, batches, trained.rows, Predictor(package).table(trained.rows))
 
 
@@ -187,24 +186,44 @@ def test_the_package_of_a_config_predicts_what_evaluation_says(trained, tmp_path
     parity.assert_predicted(model, parity.evaluated_batches(trained.pipeline), trained.rows, answers)
 
 
-@pytest.mark.parametrize(("name", "captured"), SAME_GRAPH.items())
-def test_a_graph_that_is_not_captured_is_one_that_is_in_other_sizes(name, captured):
-    texts = []
-    for file in (name, captured):
-        model = config.load(f"configs/{file}").model
-        model.retriever.ClearField("metrics")
-        texts.append(re.sub(r"\d[\d.]*", "0", text_format.MessageToString(model)))
-    assert texts[0] == texts[1]
+def resolved(name: str) -> pb.Pipeline:
+    """The config of this name with all defaults."""
+    return config.resolve(config.read(f"configs/{name}").pipeline, read_files=False).pipeline
 
 
-@pytest.mark.parametrize(("name", "captured"), SAME_PARTS.items())
-def test_the_mixer_of_a_graph_that_is_not_captured_is_one_that_is(name, captured):
-    kinds = []
-    for file in (name, *captured):
-        model = config.load(f"configs/{file}").model
-        family = getattr(model, model.WhichOneof("model"))
-        kinds.append((type(family), family.mixer.WhichOneof("mixer")))
-    assert kinds[0][0] == kinds[1][0] and kinds[0][1] in {mixer for _, mixer in kinds[1:]}
+def parts_of(pipeline: pb.Pipeline) -> set[str]:
+    """The fields that a model and its features set, with the values of switches and choices, less what a
+    scoring graph does not contain. A mixer is the same in all models, alone and as one of several."""
+    parts = {f"feature{part}" for feature in pipeline.features for part in fields(feature)}
+    for part in fields(pipeline.model):
+        within = part.partition(".mixer")[2]
+        part = f"mixer{re.sub(r'^[.](hybrid[.]mixers|mixture[.]stacks)', '', within)}" if within else part
+        if not re.search(r"[.](loss|metrics|tasks|init_std|stochastic_depth|repeated_targets)\b", part):
+            parts.add(part)
+    return parts
+
+
+def fields(message: Message, prefix: str = "") -> Iterator[str]:
+    """The paths of all fields that are set, and the values of those that are switches or choices."""
+    for field, value in message.ListFields():
+        path = f"{prefix}.{field.name}"
+        for entry in value if field.is_repeated else [value]:
+            if field.type == field.TYPE_MESSAGE:
+                yield path
+                yield from fields(entry, path)
+            else:
+                yield f"{path}={entry}" if field.type in (field.TYPE_BOOL, field.TYPE_ENUM) else path
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in CAPTURED + COMPILED])
+def test_each_part_of_a_graph_that_is_not_captured_is_in_one_that_is(name):
+    captured = [resolved(file) for file in CAPTURED + COMPILED]
+    captured += [
+        pipeline_of(*texts)
+        for model, texts in test_signature.MODELS.items()
+        if model in test_signature.CAPTURED
+    ]
+    assert not parts_of(resolved(name)) - set().union(*map(parts_of, captured))
 
 
 def test_every_config_has_rows_to_be_tried_on():

@@ -64,7 +64,10 @@ def test_killed_at_a_step_and_while_saving(tmp_path, uninterrupted):
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize("average", ["ema {decay: 0.8}", "swa {start_step: 5 every_steps: 3}"])
+@pytest.mark.parametrize(
+    "average",
+    [pytest.param("ema {decay: 0.8}", marks=pytest.mark.slow), "swa {start_step: 5 every_steps: 3}"],
+)
 def test_averages_survive_a_kill_and_leave_the_training_curve_alone(tmp_path, uninterrupted, average):
     """Killed before and behind an evaluation, for which the weights are exchanged."""
     averaged = f"train.weight_averaging={{{average}}}"

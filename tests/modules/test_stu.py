@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from recsys.modules import stu_paths
 from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence
 from recsys.modules.stu import STUConfig, STULayer
@@ -217,8 +218,12 @@ def test_what_is_recomputed_is_not_kept(form, choice):
         gc.enable()
 
 
-def test_one_compiled_graph_serves_layers_and_sizes():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_compiled_graph_serves_layers_and_sizes(backend, monkeypatch):
+    """Inductor compiles C++, which takes 20 s; how often a graph is captured does not depend on it."""
     torch._dynamo.reset()
+    compiled_front = torch.compile(stu_paths._front, dynamic=True, backend=backend)
+    monkeypatch.setattr(stu_paths, "_compiled_front", lambda: compiled_front)
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
     for seed, rows in enumerate([50, 7, 1, 0, 33]):

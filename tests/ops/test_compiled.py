@@ -270,7 +270,7 @@ LINEAR = [
 ]
 LINEAR_USUAL = [(kernel, 64, True) for kernel in ("prepare", "states", "state_gradients")]
 LINEAR_USUAL += [(kernel, 64, False) for kernel in ("local", "out", "gradients")]
-LINEAR_USUAL += [("gradients", 128, True)]
+LINEAR_USUAL += [("gradients", 64, True)]
 LOGP_KINDS = [(width, torch.bfloat16) for width in (64, 128, 256, 512)]
 LOGP_KINDS += [(width, torch.float32) for width in (64, 128)]
 LOGP = [
@@ -300,8 +300,8 @@ ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
     )
     + cases(
         norm,
-        product((*KERNELS, "sums_kernel"), (1024,), KINDS),
-        product((*KERNELS, "sums_kernel"), (64, 100, 256, 2048, 4096), KINDS),
+        [*product((*KERNELS, "sums_kernel"), (1024,), KINDS[:1]), ("backward_kernel", 1024, KINDS[1])],
+        product((*KERNELS, "sums_kernel"), (64, 100, 256, 1024, 2048, 4096), KINDS),
     )
     + cases(
         gather,
@@ -313,7 +313,7 @@ ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
     + cases(linear_logp, LOGP_USUAL, LOGP)
     + cases(top_k, TOP_K_USUAL, TOP_K)
     + cases(top_k_product, [(128,)], [(64,), (256,), (512,)])
-    + cases(work_items, [(True, True, 128, 128), (False, True, 192, 64), (False, False, 128, 64)], ITEMS)
+    + cases(work_items, [(True, True, 128, 128), (False, False, 128, 64)], [(False, True, 192, 64), *ITEMS])
     + cases(cached_work_items, [(True,)], [(False,)])
     + cases(order, [(NUM_COLUMNS, 16), (NUM_CACHED_COLUMNS, 32)])
     + cases(beams, [("score_kernel", 256, 256), ("read_kernel", 256, 256)], [("score_kernel", 4096, 4096)])

@@ -127,7 +127,7 @@ def test_users_alone_and_candidates_alone_are_enough(model, pipeline):
 def test_microbatches(model, pipeline):
     batch = batch_of(pipeline, random_rows(pipeline, SIZES))
     cache, expected = CachedModel(model).prefill(batch), model.score(batch)
-    for size in (1, 3, 100):
+    for size in (3, 100):
         close(in_pieces(model, batch, cache, size), expected)
 
 
@@ -137,7 +137,7 @@ def test_odd_batches(model, pipeline):
         batch = batch_of(pipeline, random_rows(pipeline, sizes))
         cache, expected = CachedModel(model).prefill(batch), model.score(batch)
         close(CachedModel(model).score(batch, cache), expected)
-        close(in_pieces(model, batch, cache, 2), expected)
+        close(in_pieces(model, batch, cache, 1), expected)
 
 
 @torch.no_grad()

@@ -35,12 +35,23 @@ def starts_it(test):
     return pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")(test)
 
 
-IMPORTS = ("pytest", "hypothesis", "torch", "triton", "triton.language", "recsys.ops")
+IMPORTS = (
+    "pytest",
+    "hypothesis",
+    "torch",
+    "triton",
+    "triton.language",
+    "recsys.ops",
+    "recsys.ops.hstu_attention.triton",
+    "recsys.ops.hstu_attention.hopper",
+)
+"""Modules that the tests of a file import, so that a fork need not."""
 
 
 @functools.cache
 def _interpreter() -> Server:
-    return Server(IMPORTS, TRITON_INTERPRET="1")
+    # Plugins of pytest take a quarter of a second for each file, and no test in the interpreter needs one.
+    return Server(IMPORTS, TRITON_INTERPRET="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
 
 def run_interpreted(file: str) -> None:

@@ -1,6 +1,6 @@
 """The Hopper kernels compiled and assembled for sm_90a, without a GPU: registers, instructions, their order.
 
-The mask with everything in it, other sizes to choose from, and kernels of heads of 64 whose loops are those
+The mask with everything in it, other sizes to choose from, and kernels of heads of 64, whose loops are those
 of wider heads, with `--slow`. Skips without Triton.
 """
 
@@ -32,18 +32,32 @@ OTHER_SIZES = [
 ]
 FORWARD = [*SIZES.items(), *LONG_SIZES.items()]
 NARROW = 64
-FORWARD_CASES = [pytest.param(*sizes, "causal") for sizes in FORWARD if sizes != (NARROW, LONG_SIZES[NARROW])]
-FORWARD_CASES += [pytest.param(NARROW, LONG_SIZES[NARROW], "causal", marks=pytest.mark.slow)]
+# `hopper/test_packaged.py` checks the same numbers of the short sizes, whose two strips hold rows of q in
+# registers, for 64 columns.
+ALWAYS = [(128, LONG_SIZES[128]), (256, SIZES[256])]
+FORWARD_CASES = [pytest.param(*sizes, "causal") for sizes in ALWAYS]
+FORWARD_CASES += [
+    pytest.param(*sizes, "causal", marks=pytest.mark.slow) for sizes in FORWARD if sizes not in ALWAYS
+]
 FORWARD_CASES += [pytest.param(*sizes, "everything", marks=pytest.mark.slow) for sizes in FORWARD]
 FORWARD_CASES += [pytest.param(*sizes, "causal", marks=pytest.mark.slow) for sizes in OTHER_SIZES]
 CANDIDATES = [*cached_launch.SIZES.items(), *cached_launch.LARGE_SIZES.items()]
-# Groups of targets change the loop of new keys only, in the same way for all sizes.
+# Groups of targets change the loop of new keys only, in the same way for all sizes. Two strips of 64 columns
+# have the loops of those of 128.
 CANDIDATE_CASES = [
-    pytest.param(*sizes, grouped, marks=[pytest.mark.slow] * (grouped != (sizes == CANDIDATES[0])))
+    pytest.param(
+        *sizes,
+        grouped,
+        marks=[pytest.mark.slow] * (sizes == CANDIDATES[0] or grouped != (sizes == CANDIDATES[1])),
+    )
     for sizes in CANDIDATES
     for grouped in (False, True)
 ]
-TWO_PASS = [pytest.param(dim, marks=[pytest.mark.slow] * (dim == NARROW)) for dim in two_pass.SIZES]
+
+
+def widths(table):
+    """Head widths of a table of sizes; the narrow one is slow."""
+    return [pytest.param(dim, marks=[pytest.mark.slow] * (dim == NARROW)) for dim in table]
 
 
 def assembled(function, constants, rows, folder: Path, others: dict[str, str] | None = None) -> Assembled:
@@ -90,7 +104,7 @@ def check_loop(loop, dim, keys):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", backward.BACKWARD_SIZES)
+@pytest.mark.parametrize("dim", widths(backward.BACKWARD_SIZES))
 def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path):
     sizes, keys = backward.BACKWARD_SIZES[dim], 64 * backward.BACKWARD_STRIPS
     constants = backward.constants_of(sizes, MASKS[mask]) | {"D": dim}
@@ -138,7 +152,7 @@ def check_assembled(made, dim, block, num_loops, num_masked):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", TWO_PASS)
+@pytest.mark.parametrize("dim", widths(two_pass.SIZES))
 def test_tiles_of_keys_assembled(tmp_path, dim, mask):
     sizes = two_pass.SIZES[dim]
     chosen = {"D": dim, "BLOCK_M": sizes.rows, "STAGES": sizes.stages}
@@ -165,7 +179,7 @@ def test_tiles_of_keys_assembled(tmp_path, dim, mask):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", TWO_PASS)
+@pytest.mark.parametrize("dim", widths(two_pass.SIZES))
 def test_tiles_of_rows_assembled(tmp_path, dim, mask):
     sizes = two_pass.SIZES[dim]
     chosen = {"D": dim, "BLOCK_N": sizes.keys, "K_STAGES": sizes.k_stages, "V_STAGES": sizes.v_stages}

@@ -3,8 +3,11 @@
 Every entry of the table of block sizes with `--slow`; without, one width of the heads. Skips without Triton.
 """
 
+import functools
 import os
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,13 +80,13 @@ SMALL_SIZES = SMALL_BLOCKS | {("cached", False): SMALL_BLOCKS["forward", False]}
 SMALL_SHARED = 99 * 1024
 
 
-def cases_of(sizes):
-    """The entries of a table; all but a few are slow."""
+def cases_of(sizes, copies=()):
+    """The entries of a table; all but one size of each kernel that is not named among `copies` are slow."""
     return [
         pytest.param(
             *kernel,
             *size,
-            marks=[] if size == (128, 2) else pytest.mark.slow,
+            marks=[] if size == (128, 2) and kernel not in copies else pytest.mark.slow,
             id="-".join(map(str, (*kernel, *size))),
         )
         for kernel, blocks in sizes.items()
@@ -91,8 +94,9 @@ def cases_of(sizes):
     ]
 
 
-def compiled(folder, kernel, biased, width, itemsize, *, precision="tf32x3", sizes=SIZES, capability=90):
-    """The PTX of a kernel with everything that the mask can ask of it."""
+@functools.cache
+def compiled(kernel, biased, width, itemsize, precision="tf32x3", capability=90):
+    """The PTX of a kernel with everything that the mask can ask of it; compiled once for all tests."""
     from recsys.ops.hstu_attention import triton_kernels
     from recsys.ops.hstu_attention.bias import table_kernels
     from recsys.ops.hstu_attention.cached import triton as cached
@@ -100,7 +104,7 @@ def compiled(folder, kernel, biased, width, itemsize, *, precision="tf32x3", siz
     modules = {"cached": cached, "split": cached, "tables": table_kernels, "other_tables": table_kernels}
     module = modules.get(kernel, triton_kernels)
     function = getattr(module, KERNELS[kernel])
-    blocks = sizes[kernel, biased][width, itemsize]
+    blocks = (SIZES if capability == 90 else SMALL_SIZES)[kernel, biased][width, itemsize]
     constants = {"D": width, "V": width, "BLOCK_D": width, "BLOCK_V": width}
     constants |= {
         "BLOCK_M": blocks.rows,
@@ -125,7 +129,8 @@ def compiled(folder, kernel, biased, width, itemsize, *, precision="tf32x3", siz
         rows = {"q": blocks.rows, "grad_out": blocks.rows, "k": blocks.keys, "v": blocks.keys}
         shown = {name: f"tensordesc<{TYPES[itemsize][0]}[1, 1, {n}, {width}]>" for name, n in rows.items()}
         types |= shown
-    return compile_kernel(function, types, constants, folder, other="i32", capability=capability)
+    with tempfile.TemporaryDirectory() as folder:
+        return compile_kernel(function, types, constants, Path(folder), other="i32", capability=capability)
 
 
 def assemblies_of(kernel, blocks):
@@ -158,26 +163,31 @@ def check_spills(made, width, itemsize):
         assert made.spills == 0, made.report
 
 
-@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SIZES))
+COPIES = (("split", False), ("cached", True))
+"""Kernels that need fewer registers than the same kernel with a bias or with several programs per tile,
+`("split", True)`, and differ from `("cached", False)` in no further way."""
+
+
+@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SIZES, COPIES))
 def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width, itemsize, tmp_path):
-    made = assembled(compiled(tmp_path, kernel, biased, width, itemsize), tmp_path)
+    made = assembled(compiled(kernel, biased, width, itemsize), tmp_path)
     assert made.shared <= SHARED_MEMORY
     assert "serializ" not in made.report, made.report  # of wgmma: each would wait for the one before it
     check_spills(made, width, itemsize)
 
 
 @pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SMALL_SIZES))
+@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SMALL_SIZES, COPIES))
 def test_it_fits_into_other_gpus(kernel, biased, width, itemsize, capability, tmp_path):
-    made = compiled(tmp_path, kernel, biased, width, itemsize, sizes=SMALL_SIZES, capability=capability)
+    made = compiled(kernel, biased, width, itemsize, capability=capability)
     made = assembled(made, tmp_path, f"sm_{capability}")
     assert made.shared <= SMALL_SHARED
     check_spills(made, width, itemsize)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "cached"])
-def test_products_of_16_bits_use_the_instructions_of_hopper(kernel, tmp_path):
-    ptx = compiled(tmp_path, kernel, False, 128, 2).asm["ptx"]
+def test_products_of_16_bits_use_the_instructions_of_hopper(kernel):
+    ptx = compiled(kernel, False, 128, 2).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert copies and set(copies) == {"0x10"}  # of keys and values: 16 bytes at a time
@@ -185,11 +195,11 @@ def test_products_of_16_bits_use_the_instructions_of_hopper(kernel, tmp_path):
 
 @pytest.mark.parametrize("kernel", ["tables", "other_tables"])
 @pytest.mark.parametrize(
-    "width", [64, *(pytest.param(width, marks=pytest.mark.slow) for width in (128, 256))]
+    "width", [128, *(pytest.param(width, marks=pytest.mark.slow) for width in (64, 256))]
 )
-def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width, tmp_path):
+def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width):
     """Else several threads would add the same sum to memory."""
-    code = compiled(tmp_path, kernel, True, width, 2).asm["ttgir"]
+    code = compiled(kernel, True, width, 2).asm["ttgir"]
     layouts = set(re.findall(r'"red\.[^\n]*-> tensor<\d+xi32, (#\w+)>', code))
     assert layouts
     for layout in layouts:
@@ -198,12 +208,12 @@ def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width, tmp_path):
 
 
 @pytest.mark.parametrize("kernel", [name for name, _ in BLOCKS if name.startswith("packed_")])
-def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel, tmp_path):
+def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel):
     """16 rows a warp, 8 columns after the other: all that the assembly handles is laid out like that."""
     for width, itemsize in BLOCKS[kernel, True]:
         blocks = BLOCKS[kernel, True][width, itemsize]
         others = blocks.rows if kernel in ("packed_keys", "packed_sums") else blocks.keys
-        code = compiled(tmp_path, kernel, True, width, itemsize).asm["ttgir"]
+        code = compiled(kernel, True, width, itemsize).asm["ttgir"]
         packed = re.findall(rf"packed_element = {others // 2} .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", code)
         assert len(packed) == (2 if kernel == "packed_sums" else 1)
         for rows, columns, layout in packed:
