@@ -133,8 +133,21 @@ def test_the_update_is_recorded_unless_gradients_come_from_outside_of_the_graph(
     pipeline = config.prepare(QUICKSTART, [chosen]).pipeline
     model = build_model(pipeline)
     recorder = Recorder(model, TotalsOfVectors(model), pipeline, record=False)
-    recorder._replayed = SimpleNamespace(update=lambda function: "replayed")
+    recorder._replayed = SimpleNamespace(update=lambda function: "replayed", updates=False)
     assert recorder.update(lambda: "called") == updated
+
+
+def test_a_recorded_update_is_replayed_although_no_others_are_recorded():
+    """Its gradients are in the graph alone, so that a function would update nothing."""
+    pipeline = config.prepare(QUICKSTART, []).pipeline
+    model = build_model(pipeline)
+    recorder = Recorder(model, TotalsOfVectors(model), pipeline, record=False)
+    results = []
+    for recorded in (True, False):
+        recorder._records_updates = False
+        recorder._replayed = SimpleNamespace(update=lambda function: "replayed", updates=recorded)
+        results.append(recorder.update(lambda: "called"))
+    assert results == ["replayed", "called"]
 
 
 def trained(folder, steps, change, **overrides):

@@ -103,9 +103,7 @@ class LayoutFacts:
         layout._count(lengths, num_targets, num_contextual)
         return layout
 
-    def _count(
-        self, lengths: NDArray[np.int64], num_targets: NDArray[np.int64], num_contextual: int
-    ) -> None:
+    def _count(self, lengths: NDArray[np.int64], num_targets: NDArray[np.int64], num_contextual: int) -> None:
         """Set all attributes, on the host. Every batch comes here: NumPy is faster on a few numbers."""
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
