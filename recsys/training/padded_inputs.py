@@ -134,10 +134,11 @@ class PaddedInputs:
         self._num_ids = [self._counts[columns.ids[name]] for name in self._keys]
         self._starts = list(accumulate(self._num_ids, initial=0))[:-1]
         self._num_contextual = batch.layout.num_contextual
-        self._groups = [{name: self._counts[columns.ids[name]] for name in group} for group in groups]
-        # The places of the columns of all groups among the keys.
-        self._places = [self._keys.index(name) for group in groups for name in group]
-        self._range = np.arange(max((sum(group.values()) for group in self._groups), default=0))
+        # The places of the columns of each group among the keys, and the padded number of their ids.
+        self._groups = [[self._keys.index(name) for name in group] for group in groups]
+        self._group_sizes = [sum(self._num_ids[place] for place in group) for group in self._groups]
+        self._lookup_order = [place for group in self._groups for place in group]
+        self._range = np.arange(max(self._group_sizes, default=0))
         forms = {}
         for name, count in _counts_by_name(columns, batch).items():
             tensor = _of(batch, name)
@@ -147,8 +148,8 @@ class PaddedInputs:
         self._totals = torch.tensor(self._num_ids, device=device)
         widths = [next(iter(group.values())) for group in groups]
         self.rows = [
-            torch.zeros(sum(group.values()) + 1, width, device=device, requires_grad=True)
-            for group, width in zip(self._groups, widths, strict=True)
+            torch.zeros(size + 1, width, device=device, requires_grad=True)
+            for size, width in zip(self._group_sizes, widths, strict=True)
         ]
 
     def _forms_of_ids(self, batch: Batch) -> dict[_Name, tuple[tuple[int, ...], torch.dtype]]:
@@ -156,13 +157,13 @@ class PaddedInputs:
         forms = {_IDS: ((sum(self._num_ids),), ids)}
         forms[_LENGTHS] = ((len(self._keys), self._counts[ROWS]), lengths)
         if self._groups:
-            lists = len(self._places) * self._sizes.num_rows
-            forms[_VALUES] = ((sum(sum(group.values()) for group in self._groups),), ids)
+            lists = len(self._lookup_order) * self._sizes.num_rows
+            forms[_VALUES] = ((sum(self._group_sizes),), ids)
             forms[_VALUE_LENGTHS] = ((lists,), lengths)
             forms[_VALUE_OFFSETS] = ((lists + 1,), torch.int64)
-        for number, group in enumerate(self._groups):
+        for number, size in enumerate(self._group_sizes):
             for name in (_SOURCES, _TARGETS):
-                forms[name, str(number)] = ((sum(group.values()),), torch.int64)
+                forms[name, str(number)] = ((size,), torch.int64)
         return forms
 
     def fill(self, batch: Batch) -> None:
@@ -180,32 +181,32 @@ class PaddedInputs:
             for start, ids in zip(self._starts, pieces, strict=True):
                 buffers[_IDS][start : start + len(ids)] = ids
             if self._groups:
-                self._fill_ids([pieces[place] for place in self._places], lengths, buffers)
+                self._fill_ids(pieces, lengths, buffers)
 
     def _fill_ids(
         self, pieces: list[np.ndarray], lengths: np.ndarray, buffers: dict[Any, np.ndarray]
     ) -> None:
         """Copies the ids that are looked up outside of the graph, and the places of their vectors in it."""
-        np.concatenate(pieces, out=buffers[_VALUES][: sum(map(len, pieces))])
-        np.take(lengths, self._places, axis=0, out=buffers[_VALUE_LENGTHS].reshape(len(pieces), -1))
+        ordered = [pieces[place] for place in self._lookup_order]
+        np.concatenate(ordered, out=buffers[_VALUES][: sum(map(len, ordered))])
+        np.take(lengths, self._lookup_order, axis=0, out=buffers[_VALUE_LENGTHS].reshape(len(ordered), -1))
         np.cumsum(buffers[_VALUE_LENGTHS], out=buffers[_VALUE_OFFSETS][1:])
-        remaining = iter(pieces)
         for number, group in enumerate(self._groups):
             sources, targets = buffers[_SOURCES, str(number)], buffers[_TARGETS, str(number)]
             sources.fill(len(sources))
-            row = place = 0
-            for padded, ids in zip(group.values(), remaining):
-                count = len(ids)
-                sources[place : place + count] = self._range[row : row + count]
-                targets[row : row + count] = self._range[place : place + count]
-                row, place = row + count, place + padded
+            row = padded = 0
+            for place in group:
+                count = len(pieces[place])
+                sources[padded : padded + count] = self._range[row : row + count]
+                targets[row : row + count] = self._range[padded : padded + count]
+                row, padded = row + count, padded + self._num_ids[place]
 
     def unpadded_ids(self, batch: Batch) -> KeyedJaggedTensor:
         """Returns the ids that `fill` copied, without fillers, for the lookup outside of the graph."""
         counts, tensors = batch.ids.length_per_key(), self._buffers.tensors
-        per_key = [counts[place] for place in self._places]
+        per_key = [counts[place] for place in self._lookup_order]
         return KeyedJaggedTensor(
-            keys=[self._keys[place] for place in self._places],
+            keys=[self._keys[place] for place in self._lookup_order],
             values=tensors[_VALUES][: sum(per_key)],
             lengths=tensors[_VALUE_LENGTHS],
             offsets=tensors[_VALUE_OFFSETS],
@@ -233,7 +234,8 @@ class PaddedInputs:
         for number, group in enumerate(self._groups):
             sources, targets = tensors[_SOURCES, str(number)], tensors[_TARGETS, str(number)]
             spread = _Spread.apply(rows[number], sources, targets)
-            vectors |= dict(zip(group, spread.split(list(group.values())), strict=True))
+            parts = spread.split([self._num_ids[place] for place in group])
+            vectors |= {self._keys[place]: part for place, part in zip(group, parts, strict=True)}
         return vectors
 
     def batch(self) -> Batch:

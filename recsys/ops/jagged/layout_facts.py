@@ -98,7 +98,7 @@ class LayoutFacts:
         num_targets: NDArray[np.int64],
         num_contextual: int,
     ) -> _Layout:
-        """Make a layout on the host from numbers of a reader, which need no checks; as the constructor does."""
+        """Make the constructor's layout, on the host, of numbers that need no checks: those of a reader."""
         layout = cls.__new__(cls)
         layout._count(lengths, num_targets, num_contextual)
         return layout
