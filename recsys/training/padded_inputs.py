@@ -29,10 +29,9 @@ _SIDES = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
 
 _IDS, _LENGTHS = ("ids", "values"), ("ids", "lengths")
 _VALUES, _VALUE_LENGTHS, _VALUE_OFFSETS = (("looked up", x) for x in ("values", "lengths", "offsets"))
-_SOURCES, _TARGETS = "sources", "targets"
-"""Names of buffers: the ids and the lengths of their lists; the ids, without fillers, that are looked up
-outside of the graph; and for each collection of tables the row of each padded vector, and the padded place of
-each row. The other buffers have the names of fields of a batch, and the key if the field is a dict."""
+"""Names of buffers: the ids and the lengths of their lists; and the ids, without fillers, that are looked up
+outside of the graph. The other buffers have the names of fields of a batch, and the key if the field is a
+dict."""
 
 _BY_ROW = ("request_time", "sample_weight", "group", "uih_lengths", "num_candidates")
 _BY_EVENT = ("uih_timestamps", "uih_actions", "uih_watch_time")
@@ -138,7 +137,6 @@ class PaddedInputs:
         self._groups = [[self._keys.index(name) for name in group] for group in groups]
         self._group_sizes = [sum(self._num_ids[place] for place in group) for group in self._groups]
         self._lookup_order = [place for group in self._groups for place in group]
-        self._range = np.arange(max(self._group_sizes, default=0))
         forms = {}
         for name, count in _counts_by_name(columns, batch).items():
             tensor = _of(batch, name)
@@ -146,6 +144,9 @@ class PaddedInputs:
         self._names = list(forms)
         self._buffers = StaticBuffers(forms | self._forms_of_ids(batch), device)
         self._totals = torch.tensor(self._num_ids, device=device)
+        self._spreads = [
+            _SpreadPlaces(group, [self._num_ids[place] for place in group], device) for group in self._groups
+        ]
         widths = [next(iter(group.values())) for group in groups]
         self.rows = [
             torch.zeros(size + 1, width, device=device, requires_grad=True)
@@ -161,9 +162,6 @@ class PaddedInputs:
             forms[_VALUES] = ((sum(self._group_sizes),), ids)
             forms[_VALUE_LENGTHS] = ((lists,), lengths)
             forms[_VALUE_OFFSETS] = ((lists + 1,), torch.int64)
-        for number, size in enumerate(self._group_sizes):
-            for name in (_SOURCES, _TARGETS):
-                forms[name, str(number)] = ((size,), torch.int64)
         return forms
 
     def fill(self, batch: Batch) -> None:
@@ -181,25 +179,12 @@ class PaddedInputs:
             for start, ids in zip(self._starts, pieces, strict=True):
                 buffers[_IDS][start : start + len(ids)] = ids
             if self._groups:
-                self._fill_ids(pieces, lengths, buffers)
-
-    def _fill_ids(
-        self, pieces: list[np.ndarray], lengths: np.ndarray, buffers: dict[Any, np.ndarray]
-    ) -> None:
-        """Copies the ids that are looked up outside of the graph, and the places of their vectors in it."""
-        ordered = [pieces[place] for place in self._lookup_order]
-        np.concatenate(ordered, out=buffers[_VALUES][: sum(map(len, ordered))])
-        np.take(lengths, self._lookup_order, axis=0, out=buffers[_VALUE_LENGTHS].reshape(len(ordered), -1))
-        np.cumsum(buffers[_VALUE_LENGTHS], out=buffers[_VALUE_OFFSETS][1:])
-        for number, group in enumerate(self._groups):
-            sources, targets = buffers[_SOURCES, str(number)], buffers[_TARGETS, str(number)]
-            sources.fill(len(sources))
-            row = padded = 0
-            for place in group:
-                count = len(pieces[place])
-                sources[padded : padded + count] = self._range[row : row + count]
-                targets[row : row + count] = self._range[padded : padded + count]
-                row, padded = row + count, padded + self._num_ids[place]
+                # The ids that are looked up outside of the graph.
+                ordered = [pieces[place] for place in self._lookup_order]
+                np.concatenate(ordered, out=buffers[_VALUES][: sum(map(len, ordered))])
+                lists = buffers[_VALUE_LENGTHS].reshape(len(ordered), -1)
+                np.take(lengths, self._lookup_order, axis=0, out=lists)
+                np.cumsum(lists, out=buffers[_VALUE_OFFSETS][1:])
 
     def unpadded_ids(self, batch: Batch) -> KeyedJaggedTensor:
         """Returns the ids that `fill` copied, without fillers, for the lookup outside of the graph."""
@@ -230,10 +215,9 @@ class PaddedInputs:
         Args:
             rows: the buffers, as `rows` or `place` return them.
         """
-        vectors, tensors = {}, self._buffers.tensors
-        for number, group in enumerate(self._groups):
-            sources, targets = tensors[_SOURCES, str(number)], tensors[_TARGETS, str(number)]
-            spread = _Spread.apply(rows[number], sources, targets)
+        vectors, counts = {}, self._buffers.tensors[_LENGTHS].sum(1)
+        for group, places, buffer in zip(self._groups, self._spreads, rows, strict=True):
+            spread = _Spread.apply(buffer, *places(counts))
             parts = spread.split([self._num_ids[place] for place in group])
             vectors |= {self._keys[place]: part for place, part in zip(group, parts, strict=True)}
         return vectors
@@ -306,6 +290,39 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, grad[: ctx.count]
+
+
+class _SpreadPlaces:
+    """Finds where the vectors of a collection's columns lie in the padded batch.
+
+    Args:
+        group: the places of the columns among all keys.
+        sizes: for each of the columns, the padded number of its ids.
+        device: where places are computed, so that the host need not compute and send them.
+    """
+
+    def __init__(self, group: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
+        counts = torch.tensor(sizes)
+        starts = counts.cumsum(0) - counts
+        self._group = torch.tensor(group).to(device)
+        self._padded = torch.arange(sum(sizes)).to(device)
+        self._column = torch.repeat_interleave(counts).to(device)
+        self._in_column = self._padded - starts.repeat_interleave(counts).to(device)
+
+    def __call__(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns for each padded vector its row among those without fillers, or the last row of the buffer
+        for fillers; and for each of these rows its padded place.
+
+        Args:
+            counts: int64 [keys], the number of ids of all columns.
+        """
+        of_group = counts.index_select(0, self._group)
+        starts = of_group.cumsum(0) - of_group
+        rows = starts.index_select(0, self._column) + self._in_column
+        is_filler = self._in_column >= of_group.index_select(0, self._column)
+        sources = rows.masked_fill(is_filler, len(rows))
+        targets = rows.new_zeros(len(rows) + 1).scatter(0, sources, self._padded)
+        return sources, targets[:-1]
 
 
 class _Spread(torch.autograd.Function):
