@@ -81,10 +81,11 @@ def rows(group, ids):
 
 
 @contextmanager
-def filling(buffers):
+def filling(buffers, cleared=True):
     host = buffers._host[0]
     buffers._host.append(buffers._host.pop(0))
-    host.memory.zero_()
+    if cleared:
+        host.memory.zero_()
     yield host.arrays
     if "filled" not in vars(buffers):  # the results of the graph come from the first batch
         buffers.filled = True
@@ -152,7 +153,8 @@ def main():
         skipped = flags.steps // 3
         steps = [1e3 * (b - a) for a, b in zip(hook.stamps, hook.stamps[1:], strict=False)]
         listed = ", ".join(f"{name} {1e3 * median(times[skipped:]):.2f}" for name, times in parts.items())
-        print(f"{flags.config}: a step {median(steps[skipped:]):.2f} ms; {listed}; {session.step.recorder.num_graphs} sizes", flush=True)
+        sizes = session.step.recorder.num_graphs
+        print(f"{flags.config}: a step {median(steps[skipped:]):.2f} ms; {listed}; {sizes} sizes", flush=True)
         os._exit(0)
 
 

@@ -170,14 +170,14 @@ class PaddedInputs:
         arrays = batch.arrays
         ends = list(accumulate(batch.ids.length_per_key(), initial=0))
         pieces = [arrays.id_values[start:end] for start, end in pairwise(ends)]
-        with self._buffers.filling() as buffers:
+        # Only what lies behind a batch is zeroed, since that is little.
+        with self._buffers.filling(cleared=False) as buffers:
             for name in self._names:
-                array = _of(arrays, name)
-                buffers[name].reshape(-1)[: len(array)] = array
+                _put(_of(arrays, name), buffers[name].reshape(-1))
             lengths = arrays.id_lengths.reshape(len(self._keys), -1)
             buffers[_LENGTHS][:, : lengths.shape[1]] = lengths
-            for start, ids in zip(self._starts, pieces, strict=True):
-                buffers[_IDS][start : start + len(ids)] = ids
+            for start, size, ids in zip(self._starts, self._num_ids, pieces, strict=True):
+                _put(ids, buffers[_IDS][start : start + size])
             if self._groups:
                 # The ids that are looked up outside of the graph.
                 ordered = [pieces[place] for place in self._lookup_order]
@@ -356,6 +356,11 @@ def _of(batch: Any, name: _Name) -> Any:
     """Returns a tensor of a `Batch`, or an array of a `BatchArrays`."""
     field, key = name
     return getattr(batch, field) if key is None else getattr(batch, field)[key]
+
+
+def _put(array: np.ndarray, buffer: np.ndarray) -> None:
+    buffer[: len(array)] = array
+    buffer[len(array) :] = 0
 
 
 def _step(count: int) -> int:
