@@ -1,7 +1,6 @@
 """Turns the arrays that a reader sent into a `Batch`, in the training process: tensors, layout, negatives."""
 
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ class Collator:
             uih_watch_time=torch.from_numpy(arrays.uih_watch_time),
             candidate_timestamps=torch.from_numpy(arrays.candidate_timestamps),
             seen=torch.from_numpy(arrays.seen),
-            seen_layout=_layout_of_seen(arrays),
+            seen_layout=SequenceLayout.counted(arrays.seen_lengths, np.zeros_like(arrays.seen_lengths), 0),
             repeated=torch.from_numpy(arrays.repeated),
             labels=_tensors(arrays.labels),
             weights=_tensors(arrays.weights),
@@ -118,18 +117,6 @@ def _joined(arrays: BatchArrays, negatives: NegativeColumns) -> BatchArrays:
         value_counts=arrays.value_counts | negatives.value_counts,
         numbers=arrays.numbers | negatives.numbers,
     )
-
-
-def _layout_of_seen(arrays: BatchArrays) -> SequenceLayout:
-    if not len(arrays.seen):
-        return _empty_layout(len(arrays.seen_lengths))
-    return SequenceLayout.counted(arrays.seen_lengths, np.zeros_like(arrays.seen_lengths), 0)
-
-
-@lru_cache(maxsize=8)
-def _empty_layout(num_rows: int) -> SequenceLayout:
-    """Returns the layout of rows without tokens, which all batches of this size share."""
-    return SequenceLayout(torch.zeros(num_rows, dtype=torch.int64))
 
 
 def _ids(keys: list[str], arrays: BatchArrays) -> KeyedJaggedTensor:
