@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from recsys.data.convert.packer import BatchArrays
 from recsys.data.counts import Counts
 from recsys.data.schema.layout_rule import Channel, LayoutRule
 from recsys.data.transfer import to_device
@@ -84,6 +85,7 @@ class Batch(Pipelineable):
         repeated: [N] bool, True for a candidate that is among its row's `seen`.
         position: the batch's position in the data.
         rows: the origin of the batch's rows.
+        arrays: the numbers of the tensors, on the host; None in a batch that no reader made.
     """
 
     layout: SequenceLayout
@@ -109,6 +111,7 @@ class Batch(Pipelineable):
     weights: dict[str, Tensor] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     rows: Rows | None = None
+    arrays: BatchArrays | None = None
 
     @property
     def sequences(self) -> SequenceLayout:
@@ -116,7 +119,7 @@ class Batch(Pipelineable):
         return self.layout if self.channel_layout is None else self.channel_layout
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Copies the batch to `device`, all tensors in one transfer; `rows` stays on the host."""
+        """Copies the batch to `device`, all tensors in one transfer; `rows` and `arrays` stay on the host."""
         tensors: list[Tensor] = []
         self._map(lambda x: tensors.append(x) or x)
         if torch.device(device).type == "cpu" or any(tensor.device.type != "cpu" for tensor in tensors):

@@ -1,5 +1,7 @@
 """Turns the arrays that a reader sent into a `Batch`, in the training process: tensors, layout, negatives."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -53,11 +55,12 @@ class Collator:
             position: the batch's place in the data, for the trainer.
             index: number of the batch in the plan of `position.epoch`; decides its negatives.
         """
-        candidates = arrays.num_candidates
-        channels = [self._layout(lengths, candidates) for lengths in arrays.channel_lengths.values()]
-        negatives = NegativeColumns({}, {}, {})
+        keys = self._keys
         if self._negatives is not None:
             negatives = self._negatives.columns(arrays, position.epoch, index)
+            keys, arrays = [*keys, *negatives.ids], _joined(arrays, negatives)
+        candidates = arrays.num_candidates
+        channels = [self._layout(lengths, candidates) for lengths in arrays.channel_lengths.values()]
         return Batch(
             layout=self._layout(arrays.uih_lengths, candidates),
             channel_layout=SequenceLayout.join(channels) if channels else None,
@@ -65,16 +68,16 @@ class Collator:
             channel_lengths=_tensors(arrays.channel_lengths),
             uih_lengths=torch.from_numpy(arrays.uih_lengths),
             num_candidates=torch.from_numpy(candidates),
-            ids=self._ids(arrays, negatives.ids),
-            value_counts=_tensors(arrays.value_counts | negatives.value_counts),
-            numbers=self._numbers(arrays.numbers | negatives.numbers),
+            ids=_ids(keys, arrays),
+            value_counts=_tensors(arrays.value_counts),
+            numbers=self._numbers(arrays.numbers),
             request_time=torch.from_numpy(arrays.request_time),
             uih_timestamps=torch.from_numpy(arrays.uih_timestamps),
             uih_actions=torch.from_numpy(arrays.uih_actions),
             uih_watch_time=torch.from_numpy(arrays.uih_watch_time),
             candidate_timestamps=torch.from_numpy(arrays.candidate_timestamps),
             seen=torch.from_numpy(arrays.seen),
-            seen_layout=SequenceLayout(torch.from_numpy(arrays.seen_lengths)),
+            seen_layout=SequenceLayout.counted(arrays.seen_lengths, np.zeros_like(arrays.seen_lengths), 0),
             repeated=torch.from_numpy(arrays.repeated),
             labels=_tensors(arrays.labels),
             weights=_tensors(arrays.weights),
@@ -87,36 +90,45 @@ class Collator:
                 arrays.keys,
                 Counts.of(arrays.counts),
             ),
+            arrays=arrays,
         )
 
     def _layout(self, events: np.ndarray, candidates: np.ndarray) -> SequenceLayout:
         rule = self._rule
         targets = candidates if rule.targets else np.zeros_like(candidates)
         lengths = rule.num_contextual + rule.tokens_per_event * events + targets
-        return SequenceLayout(torch.from_numpy(lengths), torch.from_numpy(targets), rule.num_contextual)
+        return SequenceLayout.counted(lengths, targets, rule.num_contextual)
 
     def _numbers(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
         shaped = {name: arrays[name].reshape(-1, *shape) for name, shape in self._shapes.items()}
         return _tensors(arrays | shaped)
 
-    def _ids(self, arrays: BatchArrays, negatives: dict[str, np.ndarray]) -> KeyedJaggedTensor:
-        """Joins the ids of the rows and the ids of the negatives, which are dealt evenly to the rows."""
-        num_rows = len(arrays.row)
-        keys, values, lengths = [*self._keys, *negatives], arrays.id_values, arrays.id_lengths
-        if negatives:
-            # On a GPU, one thread brings all ids of a row to the ranks that hold them, one after the other.
-            counts = np.array([[len(ids)] for ids in negatives.values()])
-            negative_lengths = counts // num_rows + (np.arange(num_rows) < counts % num_rows)
-            values = np.concatenate([values, *negatives.values()])
-            lengths = np.concatenate([lengths, negative_lengths.reshape(-1)])
-        return KeyedJaggedTensor(
-            keys=keys,
-            values=torch.from_numpy(values),
-            lengths=torch.from_numpy(lengths),
-            stride=num_rows,
-            # Given here, so that the KeyedJaggedTensor does not compute it and wait for the device.
-            length_per_key=lengths.reshape(len(keys), num_rows).sum(1).tolist(),
-        )
+
+def _joined(arrays: BatchArrays, negatives: NegativeColumns) -> BatchArrays:
+    """Returns the columns of the rows and of the negatives, whose ids are dealt evenly to the rows."""
+    num_rows = len(arrays.row)
+    # On a GPU, one thread brings all ids of a row to the ranks that hold them, one after the other.
+    counts = np.array([[len(ids)] for ids in negatives.ids.values()])
+    lengths = counts // num_rows + (np.arange(num_rows) < counts % num_rows)
+    return replace(
+        arrays,
+        id_values=np.concatenate([arrays.id_values, *negatives.ids.values()]),
+        id_lengths=np.concatenate([arrays.id_lengths, lengths.reshape(-1)]),
+        value_counts=arrays.value_counts | negatives.value_counts,
+        numbers=arrays.numbers | negatives.numbers,
+    )
+
+
+def _ids(keys: list[str], arrays: BatchArrays) -> KeyedJaggedTensor:
+    num_rows = len(arrays.row)
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.from_numpy(arrays.id_values),
+        lengths=torch.from_numpy(arrays.id_lengths),
+        stride=num_rows,
+        # Given here, so that the KeyedJaggedTensor does not compute it and wait for the device.
+        length_per_key=arrays.id_lengths.reshape(len(keys), num_rows).sum(1).tolist(),
+    )
 
 
 def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:

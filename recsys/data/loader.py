@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, closing
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule, Position
 from recsys.data.collator import Collator
@@ -283,7 +285,7 @@ class Loader:
             yield _Read(arrays, position, index)
 
     def _count(self, arrays: BatchArrays) -> BatchArrays:
-        self.counter.add(int((arrays.row >= 0).sum()), arrays.counts)
+        self.counter.add(np.count_nonzero(arrays.row >= 0), arrays.counts)
         if self._rank == 0:
             self._unknown_ids.observe(arrays)
         return arrays

@@ -147,12 +147,12 @@ class EmbeddingGroup(nn.Module):
         """Returns for each collection of tables the vectors of all columns, one after the other, as float32
         [ids, width]."""
         vectors = []
-        for (key, tables), columns in zip(self.tables.items(), self.groups(), strict=True):
+        for key, tables in self.tables.items():
             if key in self.local:
                 vectors.append(widen(self.local[key].rows(ids)))
             else:
                 looked_up = tables(ids)
-                vectors.append(torch.cat([widen(looked_up[name].values()) for name in columns]))
+                vectors.append(torch.cat([widen(looked_up[name].values()) for name in self._widths[key]]))
         return vectors
 
     @property

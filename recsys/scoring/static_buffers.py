@@ -67,13 +67,17 @@ class StaticBuffers(Generic[Key]):
             self._host.append(_HostCopy(memory, arrays, torch.cuda.Event() if is_cuda else None))
 
     @contextmanager
-    def filling(self) -> Iterator[dict[Key, np.ndarray]]:
-        """Yields arrays of zeros by name; at the end of the block, their contents go to the tensors."""
+    def filling(self, *, cleared: bool = True) -> Iterator[dict[Key, np.ndarray]]:
+        """Yields arrays of zeros by name; at the end of the block, their contents go to the tensors.
+
+        With `cleared=False` the arrays are as an earlier block left them, at first zeros.
+        """
         host = self._host[0]
         self._host.append(self._host.pop(0))
         if host.copied is not None:
             host.copied.synchronize()
-        host.memory.zero_()
+        if cleared:
+            host.memory.zero_()
         yield host.arrays
         self._memory.copy_(host.memory, non_blocking=True)
         if host.copied is not None:

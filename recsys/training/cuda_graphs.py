@@ -23,7 +23,7 @@ class StepGraph:
 
     Args:
         compute: computes the totals, with their loss, from buffers that stay where they are.
-        vectors: buffers among these inputs that need gradients.
+        vectors: buffers among these inputs that need gradients; a step copies vectors to their front.
         parameters: the parameters that `compute` uses.
         pool: memory that graphs share: never are two of them between forward and backward.
 
@@ -40,7 +40,7 @@ class StepGraph:
     ) -> None:
         inputs = [*vectors, *parameters]
         _warm_up(compute, inputs)
-        self._parameters, self._num_vectors, self._pool = list(parameters), len(vectors), pool
+        self._vectors, self._parameters, self._pool = list(vectors), list(parameters), pool
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with _recorded(self._forward, pool):
             totals = compute()
@@ -54,13 +54,18 @@ class StepGraph:
         self._updated: Any = None
 
     def __call__(self, *vectors: Tensor) -> Totals:
-        """Replays the forward pass; `vectors` are the buffers, with the gradients that they pass on.
+        """Replays the forward pass with looked-up vectors, for each buffer [n, width], which get gradients.
 
         Returns:
             The totals, in memory that the next replay overwrites. The backward pass of their loss is a
             replay, too, and overwrites the gradients of the parameters.
         """
         return replace(self._totals, loss=_Replay.apply(self, self._anchor, *vectors))
+
+    @property
+    def updates(self) -> bool:
+        """Whether the update is recorded; the backward pass then leaves the gradients in the graph."""
+        return self._update is not None
 
     def update(self, function: Callable[[], Tensor]) -> Tensor:
         """Replays `function`, which updates the weights from their gradients; records it in the first call.
@@ -84,23 +89,27 @@ class StepGraph:
     def _replay_backward(self, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         self._grad_loss.copy_(grad_loss)
         self._backward.replay()
-        count = self._num_vectors
-        for parameter, gradient in zip(self._parameters, self._gradients[count:], strict=True):
-            parameter.grad = gradient
+        count = len(self._vectors)
+        if not self.updates:
+            for parameter, gradient in zip(self._parameters, self._gradients[count:], strict=True):
+                parameter.grad = gradient
         return self._gradients[:count]
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: StepGraph, anchor: Tensor, *vectors: Tensor) -> Tensor:
-        ctx.graph = graph
+        ctx.graph, ctx.counts = graph, list(map(len, vectors))
+        for buffer, rows in zip(graph._vectors, vectors, strict=True):
+            buffer[: len(rows)].copy_(rows)
         graph._forward.replay()
         return graph._totals.loss.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.graph._replay_backward(grad_loss)
+        gradients = zip(ctx.graph._replay_backward(grad_loss), ctx.counts, strict=True)
+        return None, None, *(None if grad is None else grad[:count] for grad, count in gradients)
 
 
 def _recorded(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:

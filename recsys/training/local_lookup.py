@@ -29,16 +29,16 @@ class LocalLookUp:
     """
 
     def __init__(self, tables: ShardedEmbeddingCollection) -> None:
-        self._kernels = kernels_of(tables)
-        self.columns = [name for kernel in self._kernels for name in kernel.config.feature_names()]
+        self._kernels = [(kernel, kernel.config.feature_names()) for kernel in kernels_of(tables)]
+        self.columns = [name for _, names in self._kernels for name in names]
         # Kept on the device, since a copy to it would wait.
         self._orders: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Returns column -> the vectors of its ids; their gradients train the tables in the backward pass."""
         looked_up = {}
-        for kernel in self._kernels:
-            features = self._select(ids, kernel.config.feature_names())
+        for kernel, names in self._kernels:
+            features = self._select(ids, names)
             rows = kernel(features).split(features.length_per_key())
             lengths = features.lengths().view(len(rows), -1)
             columns = zip(features.keys(), rows, lengths, strict=True)
@@ -47,12 +47,14 @@ class LocalLookUp:
 
     def rows(self, ids: KeyedJaggedTensor) -> Tensor:
         """Returns the vectors of all columns, one after the other, [ids, width]."""
-        rows = [kernel(self._select(ids, kernel.config.feature_names())) for kernel in self._kernels]
+        rows = [kernel(self._select(ids, names)) for kernel, names in self._kernels]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _select(self, ids: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
         """Returns the ids of some columns, in the order of the names."""
         keys = ids.keys()
+        if keys == names:
+            return ids
         first = keys.index(names[0])
         if keys[first : first + len(names)] == names:
             segments = [size for size in (first, len(names), len(keys) - first - len(names)) if size]

@@ -8,6 +8,7 @@ weight is 0, and rows do not see each other, so they change no loss and no gradi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,18 @@ from recsys.scoring.static_buffers import StaticBuffers
 ROWS, EVENTS, CANDIDATES = "rows", "events", "candidates"
 """Names of the counts that most tensors of a batch have as their length."""
 
-_LENGTHS = ("padded", "lengths")
-_VALUES, _VALUE_LENGTHS, _VALUE_OFFSETS = (("looked up", x) for x in ("values", "lengths", "offsets"))
-_SOURCES, _TARGETS = "sources", "targets"
-"""Names of buffers: lengths of all lists of ids, fillers included; the ids, without fillers, that are looked
-up outside of the graph; and for each collection of tables the row of each padded vector, and the padded place
-of each row."""
+_SIDES = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
 
-_BY_ROW = ("request_time", "sample_weight", "group")
+_IDS, _LENGTHS = ("ids", "values"), ("ids", "lengths")
+_VALUES, _VALUE_LENGTHS, _VALUE_OFFSETS = (("looked up", x) for x in ("values", "lengths", "offsets"))
+"""Names of buffers: the ids and the lengths of their lists; and the ids, without fillers, that are looked up
+outside of the graph. The other buffers have the names of fields of a batch, and the key if the field is a
+dict."""
+
+_BY_ROW = ("request_time", "sample_weight", "group", "uih_lengths", "num_candidates")
 _BY_EVENT = ("uih_timestamps", "uih_actions", "uih_watch_time")
+
+_Name = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,10 @@ class Columns:
     """
 
     def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule) -> None:
-        sides = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
         shared = features.shared_columns(pipeline)
         columns = [*features.columns(pipeline), *features.columns(pipeline, pb.ITEM)]
         self.rule = rule
-        self.entries = {c.name: sides.get(c.side, c.name) for c in columns} | {name: name for name in shared}
+        self.entries = {c.name: _SIDES.get(c.side, c.name) for c in columns} | {name: name for name in shared}
         multi_valued = {c.name for c in columns if c.multi_valued}
         self.ids = {
             name: f"ids of {name}" if name in multi_valued else entries
@@ -128,69 +131,67 @@ class PaddedInputs:
         self._counts = dict(sizes.counts)
         self._keys = batch.ids.keys()
         self._num_ids = [self._counts[columns.ids[name]] for name in self._keys]
+        self._starts = list(accumulate(self._num_ids, initial=0))[:-1]
         self._num_contextual = batch.layout.num_contextual
-        self._groups = [{name: self._counts[columns.ids[name]] for name in group} for group in groups]
-        forms = {
-            name: ((self._counts[count], *tensor.shape[1:]), tensor.dtype)
-            for name, (tensor, count) in self._tensors(batch).items()
-        }
+        # The places of the columns of each group among the keys, and the padded number of their ids.
+        self._groups = [[self._keys.index(name) for name in group] for group in groups]
+        self._group_sizes = [sum(self._num_ids[place] for place in group) for group in self._groups]
+        self._lookup_order = [place for group in self._groups for place in group]
+        forms = {}
+        for name, count in _counts_by_name(columns, batch).items():
+            tensor = _of(batch, name)
+            forms[name] = ((self._counts[count], *tensor.shape[1:]), tensor.dtype)
+        self._names = list(forms)
         self._buffers = StaticBuffers(forms | self._forms_of_ids(batch), device)
         self._totals = torch.tensor(self._num_ids, device=device)
+        self._spreads = [
+            _SpreadPlaces(group, [self._num_ids[place] for place in group], device) for group in self._groups
+        ]
         widths = [next(iter(group.values())) for group in groups]
         self.rows = [
-            torch.zeros(sum(group.values()) + 1, width, device=device, requires_grad=True)
-            for group, width in zip(self._groups, widths, strict=True)
+            torch.zeros(size + 1, width, device=device, requires_grad=True)
+            for size, width in zip(self._group_sizes, widths, strict=True)
         ]
 
-    def _forms_of_ids(self, batch: Batch) -> dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]:
-        forms = {_LENGTHS: ((len(self._keys), self._counts[ROWS]), batch.ids.lengths().dtype)}
+    def _forms_of_ids(self, batch: Batch) -> dict[_Name, tuple[tuple[int, ...], torch.dtype]]:
+        ids, lengths = batch.ids.values().dtype, batch.ids.lengths().dtype
+        forms = {_IDS: ((sum(self._num_ids),), ids)}
+        forms[_LENGTHS] = ((len(self._keys), self._counts[ROWS]), lengths)
         if self._groups:
-            lists = sum(map(len, self._groups)) * self._sizes.num_rows
-            forms[_VALUES] = ((sum(sum(group.values()) for group in self._groups),), batch.ids.values().dtype)
-            forms[_VALUE_LENGTHS] = ((lists,), batch.ids.lengths().dtype)
+            lists = len(self._lookup_order) * self._sizes.num_rows
+            forms[_VALUES] = ((sum(self._group_sizes),), ids)
+            forms[_VALUE_LENGTHS] = ((lists,), lengths)
             forms[_VALUE_OFFSETS] = ((lists + 1,), torch.int64)
-        for number, group in enumerate(self._groups):
-            for name in (_SOURCES, _TARGETS):
-                forms[name, str(number)] = ((sum(group.values()),), torch.int64)
         return forms
 
     def fill(self, batch: Batch) -> None:
-        """Copies a batch on the host into the buffers, in one transfer."""
-        with self._buffers.filling() as arrays:
-            for name, (tensor, _) in self._tensors(batch).items():
-                arrays[name][: tensor.shape[0]] = tensor.numpy()
-            lengths = batch.ids.lengths().numpy().reshape(len(self._keys), -1)
-            arrays[_LENGTHS][:, : lengths.shape[1]] = lengths
+        """Copies a batch that a reader made into the buffers, in one transfer."""
+        # Its arrays, since each step from a tensor to its array costs as much as copying it.
+        arrays = batch.arrays
+        ends = list(accumulate(batch.ids.length_per_key(), initial=0))
+        pieces = [arrays.id_values[start:end] for start, end in pairwise(ends)]
+        # Only what lies behind a batch is zeroed, since that is little.
+        with self._buffers.filling(cleared=False) as buffers:
+            for name in self._names:
+                _put(_of(arrays, name), buffers[name].reshape(-1))
+            lengths = arrays.id_lengths.reshape(len(self._keys), -1)
+            buffers[_LENGTHS][:, : lengths.shape[1]] = lengths
+            for start, size, ids in zip(self._starts, self._num_ids, pieces, strict=True):
+                _put(ids, buffers[_IDS][start : start + size])
             if self._groups:
-                self._fill_ids(batch.ids, lengths, arrays)
-
-    def _fill_ids(self, ids: KeyedJaggedTensor, lengths: np.ndarray, arrays: dict[Any, np.ndarray]) -> None:
-        """Copies the ids that are looked up outside of the graph, and the places of their vectors in it."""
-        values, ends = ids.values().numpy(), ids.offset_per_key()
-        places = [self._keys.index(name) for group in self._groups for name in group]
-        pieces = [values[ends[place] : ends[place + 1]] for place in places]
-        np.concatenate(pieces, out=arrays[_VALUES][: sum(map(len, pieces))])
-        np.take(lengths, places, axis=0, out=arrays[_VALUE_LENGTHS].reshape(len(places), -1))
-        np.cumsum(arrays[_VALUE_LENGTHS], out=arrays[_VALUE_OFFSETS][1:])
-        remaining = iter(pieces)
-        for number, group in enumerate(self._groups):
-            counts = np.array([len(next(remaining)) for _ in group])
-            padded = np.array(list(group.values()))
-            shifts = np.cumsum(padded) - padded - (np.cumsum(counts) - counts)
-            rows = np.arange(counts.sum())
-            targets = rows + np.repeat(shifts, counts)
-            arrays[_TARGETS, str(number)][: len(rows)] = targets
-            sources = arrays[_SOURCES, str(number)]
-            sources.fill(padded.sum())
-            sources[targets] = rows
+                # The ids that are looked up outside of the graph.
+                ordered = [pieces[place] for place in self._lookup_order]
+                np.concatenate(ordered, out=buffers[_VALUES][: sum(map(len, ordered))])
+                lists = buffers[_VALUE_LENGTHS].reshape(len(ordered), -1)
+                np.take(lengths, self._lookup_order, axis=0, out=lists)
+                np.cumsum(lists, out=buffers[_VALUE_OFFSETS][1:])
 
     def unpadded_ids(self, batch: Batch) -> KeyedJaggedTensor:
         """Returns the ids that `fill` copied, without fillers, for the lookup outside of the graph."""
-        counts = dict(zip(self._keys, batch.ids.length_per_key(), strict=True))
-        names = [name for group in self._groups for name in group]
-        per_key, tensors = [counts[name] for name in names], self._buffers.tensors
+        counts, tensors = batch.ids.length_per_key(), self._buffers.tensors
+        per_key = [counts[place] for place in self._lookup_order]
         return KeyedJaggedTensor(
-            keys=names,
+            keys=[self._keys[place] for place in self._lookup_order],
             values=tensors[_VALUES][: sum(per_key)],
             lengths=tensors[_VALUE_LENGTHS],
             offsets=tensors[_VALUE_OFFSETS],
@@ -214,51 +215,26 @@ class PaddedInputs:
         Args:
             rows: the buffers, as `rows` or `place` return them.
         """
-        vectors, tensors = {}, self._buffers.tensors
-        for number, group in enumerate(self._groups):
-            sources, targets = tensors[_SOURCES, str(number)], tensors[_TARGETS, str(number)]
-            spread = _Spread.apply(rows[number], sources, targets)
-            vectors |= dict(zip(group, spread.split(list(group.values())), strict=True))
+        vectors, counts = {}, self._buffers.tensors[_LENGTHS].sum(1)
+        for group, places, buffer in zip(self._groups, self._spreads, rows, strict=True):
+            spread = _Spread.apply(buffer, *places(counts))
+            parts = spread.split([self._num_ids[place] for place in group])
+            vectors |= {self._keys[place]: part for place, part in zip(group, parts, strict=True)}
         return vectors
 
     def batch(self) -> Batch:
         """Returns the buffers as a batch, fillers included. Nothing waits for the device."""
-        of_group: dict[str, dict[str, Tensor]] = {}
-        for (group, name), tensor in self._buffers.tensors.items():
-            of_group.setdefault(group, {})[name] = tensor
-        events = self._padded(of_group["lengths"]["uih_lengths"], EVENTS)
-        candidates = self._padded(of_group["lengths"]["num_candidates"], CANDIDATES)
-        counts = {
-            name: self._with_rest(name, lengths) for name, lengths in of_group.get("value_counts", {}).items()
-        }
-        return Batch(
-            layout=self._layout(events, candidates),
-            uih_lengths=events,
-            num_candidates=candidates,
-            ids=self._ids(of_group["ids"]),
-            value_counts=counts,
-            numbers=of_group.get("numbers", {}),
-            labels=of_group.get("labels", {}),
-            weights=of_group.get("weights", {}),
-            **of_group["fields"],
-        )
-
-    def _tensors(self, batch: Batch) -> dict[tuple[str, str], tuple[Tensor, str]]:
-        """Returns, by group and name, each tensor of a batch and the name of the count of its entries."""
-        columns = self._columns
-        ids = zip(batch.ids.keys(), batch.ids.values().split(batch.ids.length_per_key()), strict=True)
-        fields = [(name, ROWS) for name in _BY_ROW] + [(name, EVENTS) for name in _BY_EVENT]
-        named = [("fields", name, getattr(batch, name), count) for name, count in fields]
-        named.append(("fields", "candidate_timestamps", batch.candidate_timestamps, CANDIDATES))
-        named += [("lengths", name, getattr(batch, name), ROWS) for name in ("uih_lengths", "num_candidates")]
-        named += [("ids", name, values, columns.ids[name]) for name, values in ids]
-        named += [("labels", name, values, CANDIDATES) for name, values in batch.labels.items()]
-        for group, tensors in (("value_counts", batch.value_counts), ("numbers", batch.numbers)):
-            named += [(group, name, values, columns.entries[name]) for name, values in tensors.items()]
-        sides = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
-        for name, values in batch.weights.items():
-            named.append(("weights", name, values, sides[features.side_of(name)]))
-        return {(group, name): (values, count) for group, name, values, count in named}
+        tensors: dict[str, Any] = {"value_counts": {}, "numbers": {}, "labels": {}, "weights": {}}
+        for field, key in self._names:
+            tensor = self._buffers.tensors[field, key]
+            if key is None:
+                tensors[field] = tensor
+            else:
+                tensors[field][key] = self._with_rest(key, tensor) if field == "value_counts" else tensor
+        tensors["uih_lengths"] = self._padded(tensors["uih_lengths"], EVENTS)
+        tensors["num_candidates"] = self._padded(tensors["num_candidates"], CANDIDATES)
+        layout = self._layout(tensors["uih_lengths"], tensors["num_candidates"])
+        return Batch(layout=layout, ids=self._ids(), **tensors)
 
     def _padded(self, lengths: Tensor, count: str) -> Tensor:
         """Returns the lengths of all rows, [rows]; fillers divide evenly what the batch's rows leave."""
@@ -274,13 +250,13 @@ class PaddedInputs:
         rest = self._counts[self._columns.ids[name]] - lengths.sum()
         return torch.cat([lengths[:-1], rest[None]])
 
-    def _ids(self, values: dict[str, Tensor]) -> KeyedJaggedTensor:
-        padded = self._buffers.tensors[_LENGTHS]
-        rest = self._totals - padded.sum(1)
+    def _ids(self) -> KeyedJaggedTensor:
+        values, lengths = self._buffers.tensors[_IDS], self._buffers.tensors[_LENGTHS]
+        rest = self._totals - lengths.sum(1)
         return KeyedJaggedTensor(
             keys=self._keys,
-            values=torch.cat([values[name] for name in self._keys]),
-            lengths=torch.cat([padded[:, :-1], rest[:, None]], dim=1).flatten(),
+            values=values,
+            lengths=torch.cat([lengths[:, :-1], rest[:, None]], dim=1).flatten(),
             stride=self._counts[ROWS],
             length_per_key=self._num_ids,
         )
@@ -316,6 +292,39 @@ class _Place(torch.autograd.Function):
         return None, grad[: ctx.count]
 
 
+class _SpreadPlaces:
+    """Finds where the vectors of a collection's columns lie in the padded batch.
+
+    Args:
+        group: the places of the columns among all keys.
+        sizes: for each of the columns, the padded number of its ids.
+        device: where places are computed, so that the host need not compute and send them.
+    """
+
+    def __init__(self, group: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
+        counts = torch.tensor(sizes)
+        starts = counts.cumsum(0) - counts
+        self._group = torch.tensor(group).to(device)
+        self._padded = torch.arange(sum(sizes)).to(device)
+        self._column = torch.repeat_interleave(counts).to(device)
+        self._in_column = self._padded - starts.repeat_interleave(counts).to(device)
+
+    def __call__(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns for each padded vector its row among those without fillers, or the last row of the buffer
+        for fillers; and for each of these rows its padded place.
+
+        Args:
+            counts: int64 [keys], the number of ids of all columns.
+        """
+        of_group = counts.index_select(0, self._group)
+        starts = of_group.cumsum(0) - of_group
+        rows = starts.index_select(0, self._column) + self._in_column
+        is_filler = self._in_column >= of_group.index_select(0, self._column)
+        sources = rows.masked_fill(is_filler, len(rows))
+        targets = rows.new_zeros(len(rows) + 1).scatter(0, sources, self._padded)
+        return sources, targets[:-1]
+
+
 class _Spread(torch.autograd.Function):
     """Returns rows[sources], given the place of each row in the result; unlike the general case, its backward
     pass adds nothing up. Rows without a place get any gradient."""
@@ -330,6 +339,28 @@ class _Spread(torch.autograd.Function):
         (targets,) = ctx.saved_tensors
         # The last row of the buffer is the vector of fillers.
         return torch.cat([grad.index_select(0, targets), torch.zeros_like(grad[:1])]), None, None
+
+
+def _counts_by_name(columns: Columns, batch: Batch) -> dict[_Name, str]:
+    """Returns, for each tensor of a batch but layout and ids, the name of the count that is its length."""
+    counts: dict[_Name, str] = {(name, None): ROWS for name in _BY_ROW}
+    counts |= {(name, None): EVENTS for name in _BY_EVENT}
+    counts |= {("labels", task): CANDIDATES for task in batch.labels}
+    counts["candidate_timestamps", None] = CANDIDATES
+    for field in ("value_counts", "numbers"):
+        counts |= {(field, name): columns.entries[name] for name in getattr(batch, field)}
+    return counts | {("weights", name): _SIDES[features.side_of(name)] for name in batch.weights}
+
+
+def _of(batch: Any, name: _Name) -> Any:
+    """Returns a tensor of a `Batch`, or an array of a `BatchArrays`."""
+    field, key = name
+    return getattr(batch, field) if key is None else getattr(batch, field)[key]
+
+
+def _put(array: np.ndarray, buffer: np.ndarray) -> None:
+    buffer[: len(array)] = array
+    buffer[len(array) :] = 0
 
 
 def _step(count: int) -> int:

@@ -141,16 +141,15 @@ class Recorder:
             if len(self._inputs) < MOST_GRAPHS:
                 self._inputs[sizes] = inputs
         inputs.fill(batch)
-        padded: list[Tensor] = []
+        rows: list[Tensor] = []
         if not self.looks_up:
-            rows = self._model.embed.rows(inputs.unpadded_ids(batch))
-            padded = inputs.place(self._transformed(rows))
+            rows = self._transformed(self._model.embed.rows(inputs.unpadded_ids(batch)))
         if self.record and not is_new and sizes not in self._graphs:
             self._add_graph(sizes, inputs)
         self._replayed = self._graphs.get(sizes)
         if self._replayed is not None:
-            return self._replayed(*padded)
-        return self._computed(padded, inputs)
+            return self._replayed(*rows)
+        return self._computed(inputs.place(rows), inputs)
 
     def _unpadded(self, batch: Batch) -> Totals:
         looked_up = [] if self.looks_up else self._model.embed.look_up(batch.ids)
@@ -171,7 +170,7 @@ class Recorder:
         Returns:
             The result of the function.
         """
-        if self._replayed is None or not self._records_updates:
+        if self._replayed is None or not (self._records_updates or self._replayed.updates):
             return function()
         try:
             return self._replayed.update(function)

@@ -12,6 +12,7 @@ from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
 from recsys.training import recorded_step, trainer
 from recsys.training.distributed import process_group
+from recsys.training.padded_inputs import PaddedInputs
 from recsys.training.recorded_step import HostBatch, Recorder, TotalsOfVectors, recorder_for
 from recsys.training.session import open_session
 from recsys.training.totals import WeightedLoss
@@ -75,6 +76,44 @@ def test_fillers_change_neither_losses_nor_gradients(path, looks_up):
             assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm()
 
 
+def test_a_batch_is_at_the_front_of_its_buffers():
+    """Also numbers of several dimensions; behind them are zeros, although a larger batch was there before."""
+    pipeline = config.prepare(QUICKSTART, ["data.num_workers=0"]).pipeline
+    columns = recorded_step.Columns(pipeline, layout_rule(pipeline))
+    batches = sorted(first_batches(pipeline, 3), key=lambda batch: -batch.layout.total_len)
+    for batch in batches:
+        numbers = batch.numbers["uih_duration"]
+        batch.numbers["uih_duration"] = torch.stack([numbers, -numbers], dim=1)
+        batch.arrays.numbers["uih_duration"] = batch.numbers["uih_duration"].numpy().reshape(-1)
+    groups = build_model(pipeline).embed.groups()
+    inputs = PaddedInputs(columns, columns.sizes(batches[0]), batches[0], torch.device("cpu"), groups)
+    for batch in batches:
+        inputs.fill(batch)
+        padded, unpadded = inputs.batch(), inputs.unpadded_ids(batch)
+        pairs = [(padded.request_time, batch.request_time), (padded.uih_watch_time, batch.uih_watch_time)]
+        for name in ("numbers", "labels"):
+            assert getattr(padded, name).keys() == getattr(batch, name).keys()
+            pairs += [(getattr(padded, name)[key], tensor) for key, tensor in getattr(batch, name).items()]
+        pairs += [(padded.ids[key].values(), batch.ids[key].values()) for key in batch.ids.keys()]
+        for buffer, tensor in pairs:
+            assert torch.equal(buffer[: len(tensor)], tensor)
+            assert not buffer[len(tensor) :].any()
+        rows = batch.layout.batch_size
+        assert torch.equal(padded.uih_lengths[:rows], batch.uih_lengths)
+        for key in batch.ids.keys():
+            assert torch.equal(unpadded[key].values(), batch.ids[key].values())
+            assert torch.equal(unpadded[key].lengths(), batch.ids[key].lengths())
+            assert torch.equal(padded.ids[key].lengths()[:rows], batch.ids[key].lengths())
+        # A vector that is its own number: each padded vector is that of the id at its place, or that of none.
+        numbered = torch.arange(1.0, 1 + len(unpadded.values()))[:, None].expand(-1, 32)
+        vectors = inputs.vectors(inputs.place([numbered]))
+        for key in unpadded.keys():
+            start, ids = unpadded.offset_per_key()[unpadded.keys().index(key)], batch.ids[key].values()
+            expected = torch.arange(1.0 + start, 1 + start + len(ids))
+            assert torch.equal(vectors[key][: len(ids), 0], expected)
+            assert not vectors[key][len(ids) :].any()
+
+
 def test_a_batch_above_the_limit_is_computed_as_it_is(monkeypatch):
     """Bit by bit, because it is not padded."""
     pipeline = config.prepare(QUICKSTART, [*NO_DROPOUT[QUICKSTART], "data.num_workers=0"]).pipeline
@@ -133,8 +172,21 @@ def test_the_update_is_recorded_unless_gradients_come_from_outside_of_the_graph(
     pipeline = config.prepare(QUICKSTART, [chosen]).pipeline
     model = build_model(pipeline)
     recorder = Recorder(model, TotalsOfVectors(model), pipeline, record=False)
-    recorder._replayed = SimpleNamespace(update=lambda function: "replayed")
+    recorder._replayed = SimpleNamespace(update=lambda function: "replayed", updates=False)
     assert recorder.update(lambda: "called") == updated
+
+
+def test_a_recorded_update_is_replayed_although_no_others_are_recorded():
+    """Its gradients are in the graph alone, so that a function would update nothing."""
+    pipeline = config.prepare(QUICKSTART, []).pipeline
+    model = build_model(pipeline)
+    recorder = Recorder(model, TotalsOfVectors(model), pipeline, record=False)
+    results = []
+    for recorded in (True, False):
+        recorder._records_updates = False
+        recorder._replayed = SimpleNamespace(update=lambda function: "replayed", updates=recorded)
+        results.append(recorder.update(lambda: "called"))
+    assert results == ["replayed", "called"]
 
 
 def trained(folder, steps, change, **overrides):

@@ -141,24 +141,33 @@ def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = 
     # On a few numbers NumPy is several times as fast as PyTorch, and every training step counts.
     contextual, targets = host.num_contextual, host.num_targets.numpy()
     uih = host.lengths.numpy() - targets - contextual
-    limit = max(host.max_len, 1) if mask.window is None else mask.window + mask.prefix
-    near = np.minimum(uih, limit)
-    contextual_sees = contextual + uih if mask.contextual_reads_history else contextual
+    limit = None if mask.window is None else mask.window + mask.prefix
     history = _pairs_of_history(uih, contextual, limit)
     if tail is not None:
-        history = history - _pairs_of_history(np.maximum(uih - tail, 0), contextual, limit)
-    target_sees = contextual + (near if mask.target_window else uih)
+        history -= _pairs_of_history(np.maximum(uih - tail, 0), contextual, limit)
+    contextual_sees = contextual * len(uih) + (uih.sum() if mask.contextual_reads_history else 0)
+    target_sees = contextual * targets.sum() + targets @ (_near(uih, limit) if mask.target_window else uih)
     size = mask.target_group_size
-    rest = targets % size
-    within_groups = targets // size * (size * (size + 1) // 2) + rest * (rest + 1) // 2
-    return int((contextual * contextual_sees + history + targets * target_sees + within_groups).sum())
+    groups, rest = np.divmod(targets, size)
+    within_groups = groups.sum() * (size * (size + 1) // 2) + _sum_of_triangles(rest)
+    return int(contextual * contextual_sees + history + target_sees + within_groups)
 
 
-def _pairs_of_history(count: NDArray[np.int64], contextual: int, limit: int) -> NDArray[np.int64]:
+def _pairs_of_history(count: NDArray[np.int64], contextual: int, limit: int | None) -> int:
     """Count the pairs of the first `count` history tokens: token h sees `contextual` tokens and min(h, limit)
     events."""
-    near = np.minimum(count, limit)
-    return count * contextual + near * (near + 1) // 2 + (count - near) * near
+    near = _near(count, limit)
+    beyond = 0 if limit is None else (count - near).sum() * limit
+    return count.sum() * contextual + _sum_of_triangles(near) + beyond
+
+
+def _near(count: NDArray[np.int64], limit: int | None) -> NDArray[np.int64]:
+    return count if limit is None else np.minimum(count, limit)
+
+
+def _sum_of_triangles(count: NDArray[np.int64]) -> int:
+    """Return the sum of 1 + 2 + ... + n over all n in `count`."""
+    return (count @ count + count.sum()) // 2
 
 
 def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:

@@ -4,6 +4,7 @@ import pickle
 from typing import NamedTuple
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -105,6 +106,15 @@ def test_every_fact_follows_from_the_lengths(batch, dtype, runner):
         layout.offsets.to(dtype), layout.num_targets, batch[0], total_len=layout.total_len
     )
     assert_layout(again, *batch)
+
+
+@hypothesis.given(batches)
+def test_counts_of_a_reader_make_the_same_layout(batch):
+    contextual, shapes = batch
+    events, targets = (np.array([shape[side] for shape in shapes], np.int64) for side in (0, 1))
+    layout = SequenceLayout.counted(contextual + events + targets, targets, contextual)
+    assert_layout(layout, contextual, shapes)
+    assert layout.to("meta").host_lengths.tolist() == layout.lengths.tolist()
 
 
 @hypothesis.given(batches)
