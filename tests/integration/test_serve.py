@@ -31,8 +31,12 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 @contextmanager
 def serving(package, *flags, code=0, **variables):
-    """A server and a client of it; at the end SIGTERM, after which it must exit with `code`."""
-    process = start_command("serve", "--package", package, "--port", 0, *flags, **variables)
+    """A server and a client of it; at the end SIGTERM, after which it must exit with `code`.
+
+    Answers may take long, since a process that scores imports PyTorch on cores that other tests use as well.
+    """
+    usual = ("--package", package, "--port", 0, "--deadline-ms", 30_000)
+    process = start_command("serve", *usual, *flags, **variables)
     try:
         wait_for(lambda: '"listening"' in process.output(), process)
         line = next(line for line in process.output().splitlines() if '"listening"' in line)
