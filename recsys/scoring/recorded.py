@@ -8,7 +8,8 @@ inputs are padded; see `padded_inputs`.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -108,16 +109,13 @@ class RecordedScoring:
         buffers = self._inputs.buffers(sizes, self._device)
         buffers.fill(inputs)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
         # This also compiles kernels, and lets libraries allocate what they keep.
         expected = as_tuple(self._run(*buffers.tensors))
         try:
-            # Other threads, such as one that loads a package, may meanwhile call what no graph can hold.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with recording(graph, self._pool):
                 outputs = as_tuple(self._run(*buffers.tensors))
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # a failed recording stays in its own
-            leave_capture()
             self._give_up(str(error).strip().splitlines()[0])
             return None
         graph.replay()
@@ -143,9 +141,25 @@ def _is_close(replayed: Tensor, computed: Tensor) -> bool:
     return torch.allclose(replayed, computed, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-def leave_capture() -> None:
-    """Gives the device's random number generator a new state. After a failed capture the old state would make
-    it believe that the capture is still running."""
-    fresh = torch.Generator("cuda")
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> Iterator[None]:
+    """Records into a graph what its block computes. Other threads, such as one that loads a package, may
+    meanwhile call what no graph can hold.
+
+    Args:
+        graph: an empty graph.
+        pool: memory that graphs share, from `torch.cuda.graph_pool_handle`.
+
+    Raises:
+        RuntimeError: the block does what cannot be recorded. Stream and random numbers are as before.
+    """
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    except RuntimeError:
+        # PyTorch stays in the stream of a failed recording, and its generator believes that it is running.
+        torch.cuda.set_stream(stream)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
+        raise

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from recsys.scoring.recorded import recording
 from recsys.training.totals import Totals
 
 WARM_UPS = 3
@@ -42,11 +43,11 @@ class StepGraph:
         _warm_up(compute, inputs)
         self._vectors, self._parameters, self._pool = list(vectors), list(parameters), pool
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _recorded(self._forward, pool):
+        with recording(self._forward, pool):
             totals = compute()
         self._totals = replace(totals, losses=totals.losses.detach(), loss=totals.loss.detach())
         self._grad_loss = torch.empty_like(totals.loss)
-        with _recorded(self._backward, pool):
+        with recording(self._backward, pool):
             self._gradients = torch.autograd.grad(totals.loss, inputs, self._grad_loss, allow_unused=True)
         # Autograd differentiates a function only if one of its inputs requires gradients.
         self._anchor = torch.zeros((), device=totals.loss.device, requires_grad=True)
@@ -80,7 +81,7 @@ class StepGraph:
         """
         if self._update is None:
             graph = torch.cuda.CUDAGraph()
-            with _recorded(graph, self._pool):
+            with recording(graph, self._pool):
                 self._updated = function()
             self._update = graph
         self._update.replay()
@@ -110,11 +111,6 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         gradients = zip(ctx.graph._replay_backward(grad_loss), ctx.counts, strict=True)
         return None, None, *(None if grad is None else grad[:count] for grad, count in gradients)
-
-
-def _recorded(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
-    """Records into a graph what its block computes; other threads may allocate memory meanwhile."""
-    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
 
 
 def _warm_up(compute: Callable[[], Totals], inputs: Sequence[Tensor]) -> None:

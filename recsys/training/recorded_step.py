@@ -24,7 +24,6 @@ from recsys.config import features
 from recsys.data.batch import Batch, LayoutRule
 from recsys.models.base import Model, layout_rule
 from recsys.modules.embedding import LookedUp, vectors_of
-from recsys.scoring.recorded import leave_capture
 from recsys.training.cuda_graphs import StepGraph
 from recsys.training.padded_inputs import Columns, PaddedInputs, Sizes
 from recsys.training.totals import Totals, WeightedLoss, add_up
@@ -202,7 +201,6 @@ class Recorder:
         return [p for p in self._model.parameters() if p not in tables and p.requires_grad]
 
     def _give_up(self, error: RuntimeError) -> None:
-        leave_capture()  # fails, and ends the run, if the error has made the device unusable
         reason = str(error).strip().splitlines()[0]
         log.warning("steps are not recorded as CUDA graphs, which would be faster: %s", reason)
         self.record = False

@@ -99,11 +99,12 @@ def stand_ins(monkeypatch):
                 old.copy_(new)
 
     @contextmanager
-    def record(again, **_):
+    def record(again, pool):
         yield
         again.recorded = calls[-1]
 
-    functions = {"CUDAGraph": Again, "graph": record, "graph_pool_handle": tuple}
+    monkeypatch.setattr(recorded_module, "recording", record)
+    functions = {"CUDAGraph": Again, "graph_pool_handle": tuple}
     streams = dict.fromkeys(("current_stream", "default_stream"), lambda device: 0)
     for name, stand_in in (functions | streams).items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -273,13 +274,11 @@ def test_calls_beyond_the_limits_run_as_they_are(limit, num_graphs, stand_ins, m
 
 def test_what_cannot_be_recorded_runs_as_it_is_and_is_logged_once(stand_ins, monkeypatch, caplog):
     @contextmanager
-    def record(graph, **_):
+    def record(graph, pool):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
         yield
 
-    for name, stand_in in (("graph", record), ("set_stream", lambda stream: None)):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(recorded_module, "leave_capture", lambda: None)
+    monkeypatch.setattr(recorded_module, "recording", record)
     scored_as_the_model()
     reasons = [record.getMessage() for record in caplog.records]
     assert [reason.partition(" is not")[0] for reason in reasons] == [
@@ -339,6 +338,7 @@ def test_a_search_that_cannot_be_recorded_runs_as_it_is(model, caplog):
             assert_same(recorded(*inputs), expected)
     assert recorded.num_graphs == 0 and "not recorded" in caplog.text
     torch.rand(3, device="cuda")  # the generator of random numbers is not left in a recording
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 @pytest.mark.gpu

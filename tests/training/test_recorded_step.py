@@ -248,3 +248,4 @@ def test_a_model_that_cannot_be_recorded_trains_all_the_same(unrecordable, reaso
     assert recorder.num_graphs == 0
     (message,) = [x.getMessage() for x in caplog.records if x.name == recorded_step.__name__]
     assert reason in message
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()  # not that of the failed recording

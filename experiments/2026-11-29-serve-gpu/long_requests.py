@@ -1,0 +1,95 @@
+"""Writes requests with long histories, and times them with a package in one process, without HTTP.
+
+    python experiments/2026-11-29-serve-gpu/long_requests.py write FILE [--events 2048] [--candidates 256]
+    python experiments/2026-11-29-serve-gpu/long_requests.py time FILE --package DIR
+
+Histories are those of many users of the KuaiRand sample, one after the other. Times are medians in ms of
+calls that are each waited for: whole calls of `Predictor.table`, and the model alone, from before to after
+the package's program, on the GPU's clock.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from recsys import environment
+
+SAMPLE = pq.read_table("tests/data/kuairand/test.parquet")
+
+
+def write(path: Path, events: int, candidates: int, rows: int = 64) -> None:
+    """Writes rows whose events and candidates are drawn from those of the sample."""
+    source, draw, written = SAMPLE.to_pylist(), random.Random(0), []
+    pools = {name: [v for row in source for v in row[name]] for name in source[0] if "_" in name and isinstance(source[0][name], list)}
+    for number in range(rows):
+        row = dict(source[number % len(source)])
+        for name, pool in pools.items():
+            row[name] = draw.choices(pool, k=events if name.startswith("uih_") else candidates)
+        row["uih_timestamps"] = [row["request_time"] - 600 * (events - i) for i in range(events)]
+        row["candidate_timestamps"] = [row["request_time"]] * candidates
+        written.append(row)
+    pq.write_table(pa.Table.from_pylist(written, SAMPLE.schema), path)
+
+
+def time_calls(path: Path, folder: Path, repeats: int) -> None:
+    """Prints the times of calls with 1, 2, 4 and 8 rows."""
+    environment.import_torchrec_quietly()
+    from recsys.inference.package import Package
+    from recsys.inference.predictor import Predictor
+    from recsys.inference.requests import for_requests
+
+    package = Package(folder)
+    on_gpu = package.description.device == "cuda"
+    predictor, run, spans = Predictor(package, for_requests(package.pipeline, None)), package.run, []
+
+    def timed(*arguments):
+        if not on_gpu:
+            start = time.perf_counter()
+            result = run(*arguments)
+            spans.append(1000 * (time.perf_counter() - start))
+            return result
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        result = run(*arguments)
+        pair[1].record()
+        pair[1].synchronize()
+        spans.append(pair[0].elapsed_time(pair[1]))
+        return result
+
+    package.run = timed
+    table = pq.read_table(path)
+    for rows in (1, 2, 4, 8):
+        taken = []
+        spans.clear()
+        for repeat in range(repeats + 5):
+            part = table.slice(repeat * rows % (table.num_rows - rows), rows)
+            start = time.perf_counter()
+            predictor.table(part)
+            taken.append(1000 * (time.perf_counter() - start))
+        print(f"{rows} rows: whole call {statistics.median(taken[5:]):.2f} ms, model {statistics.median(spans[5:]):.2f} ms")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["write", "time"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--package", type=Path)
+    for name, default in (("events", 2048), ("candidates", 256), ("repeats", 50)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    if options.action == "write":
+        write(options.file, options.events, options.candidates)
+    else:
+        time_calls(options.file, options.package, options.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
