@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from recsys.ops.bucket_embedding import reference
-from recsys.ops.jagged.triton import blocks_of, dense_rows, is_zero, step_of, width_of
+from recsys.ops.jagged.triton import blocks_of, dense_rows, step_of, width_of
 from recsys.ops.runtime.dispatch import is_exporting
-from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.launch import Wrap, is_zero, launch
 from recsys.ops.runtime.registration import traceable_op
 
 MAX_TABLES = 2

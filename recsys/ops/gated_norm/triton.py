@@ -26,7 +26,7 @@ from recsys.ops.gated_norm import GateInputs, GateOptions
 from recsys.ops.gated_norm import reference as counter
 from recsys.ops.runtime.autograd import GradientBuffer
 from recsys.ops.runtime.column_sums import RowBlocks, normed, row_blocks, sum_of_parts, with_dense_rows
-from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.launch import Wrap, is_zero, launch
 from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
@@ -78,7 +78,7 @@ def launch_forward(inputs: GateInputs, options: GateOptions, wrap: Wrap | None =
     num_rows, width = attended.shape
     columns = 3 * width if options.concat else width
     out = torch.empty(num_rows, columns, dtype=attended.dtype, device=attended.device)
-    if num_rows == 0:
+    if is_zero(num_rows):
         return out
     attended, u = map(with_dense_rows, (attended, u))
     blocks = row_blocks(width // options.num_groups, ENTRIES, ENTRIES_PER_WARP, 1)
@@ -111,7 +111,7 @@ def launch_backward(
     grad_u = (
         grad_buffer.place(u) if grad_buffer else torch.empty_like(u, memory_format=torch.contiguous_format)
     )
-    if num_rows == 0:
+    if is_zero(num_rows):
         return GateGrads(grad_a, grad_u, weight.new_zeros(2, width))
     grad_out, attended, u = map(with_dense_rows, (grad_out, attended, u))
     per_warp = ENTRIES_PER_WARP_OF_FIVE if options.concat else ENTRIES_PER_WARP

@@ -45,7 +45,7 @@ from recsys.ops.hstu_attention.triton_kernels import forward_kernel, keys_kernel
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.descriptors import Boxes, is_loadable, ragged_descriptor
-from recsys.ops.runtime.launch import Wrap, launch_specialized, unwrapped
+from recsys.ops.runtime.launch import Wrap, is_zero, launch_specialized, unwrapped
 from recsys.ops.runtime.registration import differentiable, flat_signature, saving, traceable_op
 from recsys.ops.runtime.triton_support import block_width, load, missing_for_hopper, num_processors
 
@@ -74,7 +74,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwrapped) -> Tensor:
     """Compute `hstu_attention` [T, H, V]; the arguments have been validated."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if q.shape[0] == 0:
+    if is_zero(q.shape[0]):
         return out
     q, k, v = map(with_dense_rows, (q, k, v))
     packed = _is_packed("forward", q, v, problem, wrap)
@@ -110,7 +110,7 @@ def backward(
     """Return all gradients, including those of the bias tables if `tables`."""
     contiguous = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
     out, bias = Gradients(*contiguous), problem.bias if tables else None
-    if q.shape[0] == 0:
+    if is_zero(q.shape[0]):
         if bias is None:
             return out
         return out._replace(

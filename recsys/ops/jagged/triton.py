@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from recsys.ops.jagged.reference import invert_each
-from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.launch import Wrap, is_zero, launch
 from recsys.ops.runtime.registration import differentiable, traceable_op
 
 MAX_SOURCES = 4
@@ -219,11 +219,6 @@ def _few(values: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(values) <= MAX_SOURCES:
         return values
     return [*values[: MAX_SOURCES - 1], torch.cat(list(values[MAX_SOURCES - 1 :]))]
-
-
-def is_zero(number: int) -> bool:
-    """Return True for the int 0; a symbolic size counts as nonzero."""
-    return isinstance(number, int) and number == 0
 
 
 @traceable_op("gather_rows_triton")

@@ -18,7 +18,7 @@ from recsys.ops.linear_attention.triton_kernels import (
     state_gradients_kernel,
     states_kernel,
 )
-from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.launch import Wrap, is_zero, launch
 from recsys.ops.runtime.triton_support import block_width, num_processors
 
 CHUNK = 64
@@ -230,7 +230,7 @@ def decay_sums(log_decay: Tensor, table: ChunkTable, dtype: torch.dtype, wrap: W
     sums_dtype = torch.float64 if dtype == torch.float32 else torch.float32
     sums = torch.empty_like(log_decay, dtype=sums_dtype)
     columns = log_decay.shape[1:].numel()
-    if sums.numel() == 0:
+    if is_zero(sums.numel()):
         return sums
     block = min(64, block_width(columns))
     launch(

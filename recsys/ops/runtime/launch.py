@@ -25,6 +25,12 @@ def unwrapped(kernel: Any) -> Any:
     return kernel
 
 
+def is_zero(size: int) -> bool:
+    """Returns whether a size is 0. A symbolic one counts as nonzero: a graph serves all sizes, and launches
+    nothing where a grid is empty."""
+    return isinstance(size, int) and size == 0
+
+
 def launch(
     kernel: Any,
     programs: int,

@@ -40,7 +40,7 @@ from recsys.ops.hstu_attention.work_list.kernels import (
 )
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.runtime.launch import Wrap, unwrapped
+from recsys.ops.runtime.launch import Wrap, is_zero, unwrapped
 from recsys.ops.runtime.registration import flat_signature, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
@@ -69,7 +69,7 @@ def forward(
 ) -> Tensor:
     """Compute `hstu_attention_cached` [T, H, V]; the arguments have been validated."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if q.shape[0] == 0:
+    if is_zero(q.shape[0]):
         return out
     tensors = tuple(map(with_dense_rows, (q, k, v, cache_k, cache_v)))
     bias = problem.bias
