@@ -34,7 +34,7 @@ from recsys.modules import beam_search  # noqa: E402
 from recsys.modules.beam_search import SeenItems, extend_beams  # noqa: E402
 from recsys.modules.code_trie import CodeTrie  # noqa: E402
 from recsys.ops.beam_step import Beams  # noqa: E402
-from recsys.ops.top_k.keys import keys_of  # noqa: E402
+from recsys.ops.top_k import keys_of  # noqa: E402
 from recsys.scoring import recorded  # noqa: E402
 from recsys.scoring.padded_inputs import PaddedInputs  # noqa: E402
 from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature  # noqa: E402

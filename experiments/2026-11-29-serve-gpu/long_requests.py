@@ -45,7 +45,9 @@ def time_calls(path: Path, folder: Path, repeats: int) -> None:
     from recsys.inference.predictor import Predictor
     from recsys.inference.requests import for_requests
 
+    start = time.perf_counter()
     package = Package(folder)
+    print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
     on_gpu = package.description.device == "cuda"
     predictor, run, spans = Predictor(package, for_requests(package.pipeline, None)), package.run, []
 
@@ -73,7 +75,7 @@ def time_calls(path: Path, folder: Path, repeats: int) -> None:
             start = time.perf_counter()
             predictor.table(part)
             taken.append(1000 * (time.perf_counter() - start))
-        print(f"{rows} rows: whole call {statistics.median(taken[5:]):.2f} ms, model {statistics.median(spans[5:]):.2f} ms")
+        print(f"{rows} rows: whole call {statistics.median(taken[5:]):.2f} ms, model {statistics.median(spans[5:]):.2f} ms", flush=True)
 
 
 def main() -> int:
