@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a large model for a few steps, exports it, and puts load on a server that has the package.
-#   run.sh RUNS [PORT]
+#   large.sh RUNS [PORT]
 # In the environment: WIDTH, LAYERS, HEADS, EVENTS, CANDIDATES, RATES, SECONDS_A_RATE. Run from the root of the repository.
 set -euo pipefail
 runs="$1" port="${2:-8127}" here="$(dirname "$0")"

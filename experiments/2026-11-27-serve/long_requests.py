@@ -1,7 +1,7 @@
 """Writes requests with long histories, and times them with a package in one process, without HTTP.
 
-    python experiments/2026-11-29-serve-gpu/long_requests.py write FILE [--events 2048] [--candidates 256]
-    python experiments/2026-11-29-serve-gpu/long_requests.py time FILE --package DIR
+    python experiments/2026-11-27-serve/long_requests.py write FILE [--events 2048] [--candidates 256]
+    python experiments/2026-11-27-serve/long_requests.py time FILE --package DIR
 
 Histories are those of many users of the KuaiRand sample, one after the other. Times are medians in ms of
 calls that are each waited for: whole calls of `Predictor.table`, and the model alone, from before to after
