@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys import files
-from tests.integration.runs import command
-from tests.integration.test_serve import predicted, rows_for, same, serving
+from tests.integration.test_serve import predicted, rows_for, said_by_serve, same, serving
 
 NASTY = '<script>alert("1")</script> & co'
 
@@ -165,5 +164,5 @@ def test_flags_that_do_not_go_together_are_refused(ranker, retriever, twins, tmp
         ((*a, *page, "--item-names", names), 3, "it needs the columns `id` and `name`, and has item, title"),
         ((*a, "--package", retriever.package, "--share", 0.5), 2, "read different rows"),
     ):
-        assert said in command("serve", *flags, "--port", 0, code=code)
+        assert said in said_by_serve(*flags, code=code)
     assert pq.read_table(ranker.rows).num_rows > 0
