@@ -56,12 +56,14 @@ TASK_OF_TWO_LOGITS = "tasks { name: 'like' loss { jrc {} } }"
 RANKER_MMOE = f"model {{ ranker {{ head {{ mmoe {{ expert_dim: 8 }} }} {TASK_OF_TWO_LOGITS} }} }}"
 RANKER_PLE = f"model {{ ranker {{ head {{ ple {{ num_levels: 2 }} }} {TASK_OF_TWO_LOGITS} }} }}"
 BF16 = "model { precision: BF16 }"
+LOG_TIMES = "model { ranker { preprocessor { contextual { positional { time_scale: LOG } } } } }"
+CONCATENATED = "model { ranker { head { fusion { input: CONCAT } } } }"
 MODELS = {
     "ranker hstu": (RANKER,),
     "ranker sasrec": (RANKER, RANKER_SASREC),
     "ranker linear behind a truncation": (RANKER, RANKER_LINEAR, RANKER_PLE),
     "ranker truncated": (RANKER, TRUNCATED),
-    "ranker bf16": (RANKER, BF16, ONE_LAYER),
+    "ranker bf16": (RANKER, BF16, ONE_LAYER, LOG_TIMES, CONCATENATED),
     "ranker interleaved": RANKERS["interleaved"],
     "ranker all encoders": (*RANKERS["all"], TWO_CHANNELS, RANKER_MMOE),
     "ranker channels": RANKERS["channels"],
