@@ -29,7 +29,7 @@ from tests.integration import parity
 from tests.integration.runs import records
 from tests.models import test_generator
 from tests.modules.pipelines import pipeline_of
-from tests.scoring import test_signature
+from tests.scoring import test_cached_signature, test_signature
 from tests.tools.bundles import movielens_codes
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.config"))
@@ -214,6 +214,7 @@ def captured_parts(tmp_path_factory) -> set[str]:
     captured = [
         *(resolved(name) for name in COMPILED),
         *(pipeline_of(*test_signature.MODELS[name]) for name in test_signature.CAPTURED),
+        *(pipeline_of(*test_cached_signature.MODELS[name]) for name in test_cached_signature.CAPTURED),
         *(test_generator.captured_pipeline(folder, kind) for kind, folder in folders.items()),
     ]
     return set().union(*map(parts_of, captured))

@@ -39,7 +39,8 @@ SHORT = (
 ENCODER = (
     "model.generator.preprocessor=",
     "model.generator.mixer=",
-    "model.generator.encoder={num_heads: 2 dropout: 0.2 targets_per_row: 3}",
+    "model.generator.encoder={num_layers: 1 num_heads: 2 dropout: 0.2 targets_per_row: 3}",
+    "model.generator.decoder.num_layers=1",
     "data.max_history_len=20",
 )
 

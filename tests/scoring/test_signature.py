@@ -20,8 +20,10 @@ RANKER_LINEAR = f"""model {{ ranker {{ mixer {{ hybrid {{
   mixers {{ sasrec {{ num_heads: 2  rotary {{}}  layer_groups {{ num_layers: 1  tail_len: 3 }} }} }}
   mixers {{ {LINEAR} }}
 }} }} }} }}"""
+RETRIEVER_LINEAR = """model { retriever { mixer { linear {
+  num_layers: 1  num_heads: 2  qk_dim: 4  form: DELTA  position_channel: false
+} } } }"""
 RETRIEVER_HYBRID = """model { retriever { mixer { hybrid {
-  mixers { linear { num_layers: 1  num_heads: 2  qk_dim: 4  form: DELTA  position_channel: false } }
   mixers { hstu {
     num_layers: 1  num_heads: 2  qk_dim: 4  v_dim: 3  scale_len: 3  activation: UVQK  gate: UGN
     bias { num_time_buckets: 40 }
@@ -70,11 +72,12 @@ MODELS = {
     "ranker interleaved channels": RANKERS["interleaved channels"],
     "retriever hstu": (RETRIEVER,),
     "retriever sasrec": (RETRIEVER, RETRIEVER_SASREC),
+    "retriever linear": (RETRIEVER, RETRIEVER_LINEAR),
     "retriever hybrid": (RETRIEVER, RETRIEVER_HYBRID),
 }
 CAPTURED = ("ranker linear behind a truncation", "ranker bf16", "ranker all encoders", "retriever hybrid")
 """Models that are always captured, which takes seconds; each part of the others, which are captured with
-`--slow`, is in one of these."""
+`--slow`, is in one of these, or in one that `test_cached_signature.py` captures."""
 
 EXAMPLE = [(3, 2), (0, 3), (5, 0), (1, 1)]
 SIZES = [
