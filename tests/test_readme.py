@@ -44,7 +44,8 @@ RUN = {
     "--output runs/clicks/recommendations": "--help",
     "recsys train --config x.config --validate": "",
     "recsys train --config x.config --print-config": "",
-    "recsys train --config x.config --profile 20": f"{SHORT} --run-dir runs/profiled",
+    "recsys train --config x.config --profile 20": f"{SHORT} --run-dir runs/profiled "
+    "--set train.num_steps=2 --set train.evaluation={}",
     "recsys train --config x.config --dry-run": "--set data.num_workers=0",
     "recsys train --config x.config --set train.seed=2 --set model.embedding_dim=128": "--validate",
     "torchrun --nproc-per-node 2 -m recsys.train --config x.config": "--validate",
@@ -151,6 +152,8 @@ NOT_RUN = {
 COMMAND = re.compile(
     r"(python|torchrun) \S|scripts/\w+( |$)|recsys (doctor|install)$|recsys [a-z-]+ .*(--\w|my_project)"
 )
+MODULES = {"recsys": "recsys", "torchrun": "torch.distributed.run"}
+"""The module of each program that is not a script of this repository."""
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OWN_TESTS = ("extending.md",)
 """Pages whose code a test of their own extracts and runs."""
@@ -218,19 +221,18 @@ def outputs(home) -> dict[str, str]:
 def run(words: list[str], folder: Path) -> str:
     """Runs a command line with the Python of the tests; returns what it printed.
 
-    `recsys` and scripts run in forks, which import nothing again; `tests/test_main.py` starts `recsys` as a
-    process.
+    `recsys`, `torchrun` and scripts run in forks, which import nothing again; `tests/test_main.py` starts
+    `recsys` as a process.
     """
     program, *rest = words
-    if program == "recsys" or rest[0].startswith("scripts/"):
-        target = ("run_module", "recsys") if program == "recsys" else ("run_script",)
+    if program in MODULES or rest[0].startswith("scripts/"):
+        target = ("run_module", MODULES[program]) if program in MODULES else ("run_script",)
         process = forks.server().start(f"tests.tools.forks:{target[0]}", *target[1:], *rest, cwd=folder)
         output, code = process.communicate()[0], process.returncode
     else:
-        command = [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else []), *rest]
         environment = one_thread() | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, *rest], cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         output, code = done.stdout + done.stderr, done.returncode
     assert code == 0, f"{shlex.join(words)}\n{output}"

@@ -4,29 +4,29 @@ Python runs one thread at a time, so HTTP and scoring would wait for each other 
 process that speaks HTTP imports neither PyTorch nor CUDA. A pipe joins the two: one message for each batch,
 one back.
 
-The process ends when the server closes the pipe, or is killed. It ignores SIGINT and SIGTERM, which Ctrl-C
-and many supervisors send to all processes of a server: requests in flight need it.
+The process is a fork of a `fork_server`, and ends when the server closes the pipe, or is killed. It ignores
+SIGINT and SIGTERM.
 """
 
 import gc
 import logging
-import multiprocessing
 import os
+import pickle
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker, util
+from contextlib import suppress
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from recsys import environment, errors
 from recsys.config import extensions
+from recsys.data.workers.processes import main_module_not_imported
 from recsys.errors import RecsysError
 from recsys.logs import log_to_stderr
+from recsys.serving import fork_server
 from recsys.serving.json_logs import json_lines
 from recsys.serving.messages import Loaded, Order, RowBatch, Scored
 
-_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _END_SECONDS = 10.0
 """Time that a process has to end once its pipe is closed."""
 
@@ -59,12 +59,10 @@ class ScoringProcess:
     """
 
     def __init__(self, order: Order) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_server.context()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(theirs, order), name=f"scoring {order.folder}")
-        # The tracker of multiprocessing unblocks signals when it starts, so it must start first.
-        resource_tracker.ensure_running()
-        with _signals_blocked():
+        with fork_server.signals_blocked(), main_module_not_imported(pickle.dumps(order)):
             self._process.start()
         theirs.close()
         # multiprocessing waits at exit for processes that are left, such as that of a reload in progress.
@@ -119,7 +117,9 @@ class ScoringProcess:
 
     def kill(self) -> None:
         """Ends the process at once. A call of `score` raises ScoringEndedError."""
-        self._process.kill()
+        # Once the process has ended, its number may be that of another one.
+        if self._process.is_alive():
+            self._process.kill()
         self._process.join()
         self._at_exit.cancel()
 
@@ -135,16 +135,6 @@ class ScoringProcess:
     def _ended(self) -> ScoringEndedError:
         self._process.join(_END_SECONDS)
         return ScoringEndedError(f"{self._process.name}: this process {self.ending}")
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Blocks signals in this thread, and in processes that start in the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- in the process ---------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from recsys.prepare import __main__ as prepare
 from recsys.scoring.signature import ScoringGraph
 from tests.integration import parity
 from tests.integration.runs import records
+from tests.models import test_generator
 from tests.modules.pipelines import pipeline_of
-from tests.scoring import test_signature
+from tests.scoring import test_cached_signature, test_signature
 from tests.tools.bundles import movielens_codes
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.config"))
@@ -65,16 +66,6 @@ among them one of each kind."""
 
 COMPILED = ("quickstart.config", "movielens_small_two_tower.config")
 """Configs that are trained for longer, exported and compared with evaluation by `test_export_predict.py`."""
-
-CAPTURED = (
-    "amazon_beauty_hybrid.config",
-    "kuairand_ranking.config",
-    "kuairand_ultra_hstu.config",
-    "ml_1m_ranking.config",
-    "movielens_small_generator.config",
-)
-"""Configs whose scoring graphs are captured here, which takes seconds each. Each part of the other ones is in
-a captured graph: of these configs, of `COMPILED`, or of `test_signature.py`."""
 
 
 def movielens_ranking(folder: Path) -> Path:
@@ -166,7 +157,7 @@ def test_a_config_learns_and_predicts_what_evaluation_says(trained, request):
     assert len(losses) == STEPS and all(0 < loss < 100 for loss in losses)
     model = parity.trained_model(trained.run, trained.pipeline)
     batches = parity.evaluated_batches(trained.pipeline)
-    if request.node.callspec.params["trained"] in CAPTURED or request.config.getoption("--slow"):
+    if request.config.getoption("--slow"):
         package = parity.captured_package(model, batches)
     else:
         package = parity.package_of(model, batches, ScoringGraph(model).eval())
@@ -215,15 +206,23 @@ def fields(message: Message, prefix: str = "") -> Iterator[str]:
                 yield f"{path}={entry}" if field.type in (field.TYPE_BOOL, field.TYPE_ENUM) else path
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in CAPTURED + COMPILED])
-def test_each_part_of_a_graph_that_is_not_captured_is_in_one_that_is(name):
-    captured = [resolved(file) for file in CAPTURED + COMPILED]
-    captured += [
-        pipeline_of(*texts)
-        for model, texts in test_signature.MODELS.items()
-        if model in test_signature.CAPTURED
+@pytest.fixture(scope="module")
+def captured_parts(tmp_path_factory) -> set[str]:
+    """Parts of the graphs that are captured without `--slow`: of small models, as a capture takes seconds,
+    and of configs that become packages."""
+    folders = {kind: tmp_path_factory.mktemp("generator") for kind in test_generator.CAPTURED}
+    captured = [
+        *(resolved(name) for name in COMPILED),
+        *(pipeline_of(*test_signature.MODELS[name]) for name in test_signature.CAPTURED),
+        *(pipeline_of(*test_cached_signature.MODELS[name]) for name in test_cached_signature.CAPTURED),
+        *(test_generator.captured_pipeline(folder, kind) for kind, folder in folders.items()),
     ]
-    assert not parts_of(resolved(name)) - set().union(*map(parts_of, captured))
+    return set().union(*map(parts_of, captured))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in COMPILED])
+def test_each_part_of_a_graph_is_in_one_that_is_captured(name, captured_parts):
+    assert not parts_of(resolved(name)) - captured_parts
 
 
 def test_every_config_has_rows_to_be_tried_on():

@@ -23,6 +23,7 @@ import pytest
 
 from recsys import files
 from tests.integration.runs import ROOT, command, finish, wait_for
+from tests.tools import forks
 from tests.tools.forks import start_command
 
 TOKEN = "a-secret-of-forty-characters-or-so-123456"
@@ -30,24 +31,40 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @contextmanager
-def serving(package, *flags, code=0, **variables):
+def serving(package, *flags, code=0, alone=False, **options):
     """A server and a client of it; at the end SIGTERM, after which it must exit with `code`.
 
-    Answers may take long, since a process that scores imports PyTorch on cores that other tests use as well.
+    Answers may take long, since other tests use the cores as well.
+
+    Args:
+        package: the package.
+        *flags: flags of the command, in place of the usual ones.
+        code: the exit code.
+        alone: the server's processes that score are forked from a server of its own, as a user's are. It
+            spends seconds on imports, so most tests share one.
+        **options: of `start_command`.
     """
     usual = ("--package", package, "--port", 0, "--deadline-ms", 30_000)
-    process = start_command("serve", *usual, *flags, **variables)
+    forking = None if alone else forks.server().pid
+    before = children(*servers(forking)) if forking else []
+    process = start_command("serve", *usual, *flags, shares_scoring_server=not alone, **options)
+    scoring = lambda: [pid for pid in children(*servers(forking or process.pid)) if pid not in before]  # noqa: E731
     try:
         wait_for(lambda: '"listening"' in process.output(), process)
         line = next(line for line in process.output().splitlines() if '"listening"' in line)
         port = json.loads(line)["port"]
         limits = httpx.Limits(max_connections=200)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits) as client:
-            yield SimpleNamespace(process=process, client=client, port=port)
+            yield SimpleNamespace(process=process, client=client, port=port, scoring=scoring)
         process.send_signal(signal.SIGTERM)
         finish(process, code)
     finally:
         process.kill()
+
+
+def said_by_serve(*flags, code=0) -> str:
+    """What the command prints until it ends, in a fork that loads packages without imports."""
+    return finish(start_command("serve", *flags, "--port", 0, shares_scoring_server=True), code)
 
 
 def rows_for(client: httpx.Client, rows: list[dict]) -> list[dict]:
@@ -75,12 +92,25 @@ def same(rows: list[dict], expected: list[dict]) -> bool:
     return True
 
 
-def scoring(server: int) -> list[int]:
-    """The processes that score for the server with this process id."""
-    # Any thread of the server may have started them.
-    lists = [path.read_text().split() for path in Path(f"/proc/{server}/task").glob("*/children")]
-    children = [child for children in lists for child in children]
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+def children(*processes: int) -> list[int]:
+    """The children of processes, whichever thread has started them."""
+    folders = [Path(f"/proc/{process}/task") for process in processes]
+    lists = [path.read_text().split() for folder in folders for path in folder.glob("*/children")]
+    return [int(child) for listed in lists for child in listed]
+
+
+def servers(process: int) -> list[int]:
+    """The child of a process from which processes that score are forked; empty before it is started."""
+    command = lambda child: Path(f"/proc/{child}/cmdline").read_bytes()  # noqa: E731
+    return [child for child in children(process) if b"multiprocessing.forkserver" in command(child)]
+
+
+def wait_until(condition) -> None:
+    """Returns as soon as a condition holds that needs no running process."""
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
 
 
 def resident_bytes(process: int) -> int:
@@ -137,7 +167,7 @@ def test_scores_are_those_of_predict_for_one_client_and_for_many(server, rows, e
     for stage in ("convert", "score"):
         assert f'recsys_batch_seconds_count{{stage="{stage}"}} {batches}' in text
     resident = float(text.split('recsys_scoring_resident_memory_bytes{package="A"} ')[1].split()[0])
-    assert resident == pytest.approx(resident_bytes(*scoring(server.process.pid)), rel=0.1)
+    assert resident == pytest.approx(resident_bytes(*server.scoring()), rel=0.1)
 
 
 def test_recommendations_are_those_of_predict(retriever, tmp_path):
@@ -309,7 +339,7 @@ def test_a_broken_package_leaves_the_old_one_and_a_new_one_takes_over_without_a_
         assert before in answer.json()["error"]
     assert server.client.post("/reload", json={"pakage": "second"}).status_code == 422
     assert server.client.get("/readyz").json()["model"] == before
-    assert len(scoring(server.process.pid)) == 1
+    assert len(server.scoring()) == 1
     done, answers = threading.Event(), []
 
     def ask(thread: int) -> None:
@@ -340,13 +370,13 @@ def test_a_broken_package_leaves_the_old_one_and_a_new_one_takes_over_without_a_
         assert same(answer.json()["rows"], [expected.answers[place]])
     text = server.client.get("/metrics").text
     assert f'recsys_model_info{{package="A",version="{after}"}} 1.0' in text and before not in text
-    wait_for(lambda: len(scoring(server.process.pid)) == 1, server.process)
+    wait_for(lambda: len(server.scoring()) == 1, server.process)
 
 
 def test_overload_is_answered_and_sigterm_loses_nothing(packages, rows, expected):
     # Whatever comes waits half a second, so that what happens does not depend on the machine's speed.
     patient = ("--max-wait-ms", 500, "--deadline-ms", 30_000)
-    with serving(packages / "first", *patient, "--max-queue", 4, new_group=True) as running:
+    with serving(packages / "first", *patient, "--max-queue", 4) as running:
         ask = lambda i: running.client.post("/score", json={"rows": [rows[i]]})  # noqa: E731
         with ThreadPoolExecutor(40) as threads:
             answers = list(threads.map(ask, range(40)))
@@ -361,8 +391,7 @@ def test_overload_is_answered_and_sigterm_loses_nothing(packages, rows, expected
             coming = [threads.submit(ask, i) for i in range(4)]
             queued = lambda: "recsys_queue_rows 4.0" in running.client.get("/metrics").text  # noqa: E731
             wait_for(queued, running.process)
-            # Supervisors may send it to all processes of the server.
-            os.killpg(running.process.pid, signal.SIGTERM)
+            running.process.send_signal(signal.SIGTERM)
             last = [future.result(30) for future in coming]
         assert same([answer.json()["rows"][0] for answer in last], expected.answers[:4])
         assert "stopped" in finish(running.process)
@@ -383,7 +412,7 @@ def ask_and_wait(running, rows) -> list:
 def test_a_killed_process_ends_the_server_and_requests_are_told_so(packages, rows):
     flags = ("--max-wait-ms", 0, "--max-batch", 1, "--deadline-ms", 60_000)
     with serving(packages / "first", *flags, code=1) as running:
-        (process,) = scoring(running.process.pid)
+        (process,) = running.scoring()
         os.kill(process, signal.SIGSTOP)
         asked = ask_and_wait(running, rows[:3])
         os.kill(process, signal.SIGKILL)
@@ -396,24 +425,33 @@ def test_a_killed_process_ends_the_server_and_requests_are_told_so(packages, row
     assert "memory is short" in said and "Traceback" not in said
 
 
-def test_ctrl_c_answers_requests_and_leaves_no_process(packages, rows, expected):
+def test_signals_to_all_processes_cost_no_answer_and_leave_no_process(packages, rows, expected):
     flags = ("--max-wait-ms", 0, "--max-batch", 1, "--deadline-ms", 60_000)
-    with serving(packages / "first", *flags, code=130, new_group=True) as running:
-        (process,) = scoring(running.process.pid)
+    with serving(packages / "first", *flags, code=130, alone=True, new_group=True) as running:
+        (process,) = running.scoring()
+        (forking,) = servers(running.process.pid)
+        # It has imported what its forks need, and no thread that they would lack: jemalloc replaces its own.
+        assert "fbgemm_gpu" in Path(f"/proc/{forking}/maps").read_text()
+        threads = [path.read_text() for path in Path(f"/proc/{forking}/task").glob("*/comm")]
+        assert sorted(name.startswith("jemalloc") for name in threads) in ([False], [False, True])
         os.kill(process, signal.SIGSTOP)
         asked = ask_and_wait(running, rows[:2])
+        # Supervisors may send SIGTERM to all processes of the server, and Ctrl-C sends SIGINT to them.
+        for receiver in (process, forking):
+            os.kill(receiver, signal.SIGTERM)
         os.killpg(running.process.pid, signal.SIGINT)
         os.kill(process, signal.SIGCONT)
         for future, answer in zip(asked, expected.answers[:2], strict=True):
             assert same(future.result(30).json()["rows"], [answer])
         assert "Traceback" not in finish(running.process, 130)
         assert not Path(f"/proc/{process}").exists()
+        wait_until(lambda: not Path(f"/proc/{forking}").exists())
 
 
 def test_a_computation_longer_than_the_grace_period_is_cut_off(packages, rows):
     flags = ("--max-wait-ms", 0, "--deadline-ms", 60_000, "--grace-s", 1)
     with serving(packages / "first", *flags, code=1) as running:
-        (process,) = scoring(running.process.pid)
+        (process,) = running.scoring()
         os.kill(process, signal.SIGSTOP)
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(running.client.post, "/score", json={"rows": rows[:1]})
@@ -425,16 +463,11 @@ def test_a_computation_longer_than_the_grace_period_is_cut_off(packages, rows):
         assert not Path(f"/proc/{process}").exists()
 
 
-def test_a_killed_server_leaves_no_process(packages):
+def test_a_killed_server_leaves_no_process_that_scores(packages):
     with serving(packages / "first", code=-signal.SIGKILL) as running:
-        left = [running.process.pid, *scoring(running.process.pid)]
-        assert len(left) == 2
+        (process,) = running.scoring()
         running.process.kill()
-        until = time.monotonic() + 30
-        while any(Path(f"/proc/{process}").exists() for process in left) and time.monotonic() < until:
-            running.process.poll()
-            time.sleep(0.05)
-        assert not Path(f"/proc/{left[1]}").exists()
+        wait_until(lambda: not Path(f"/proc/{process}").exists())
 
 
 def test_the_process_that_speaks_http_does_without_pytorch():
@@ -458,8 +491,8 @@ def test_wrong_calls_say_what_to_do(packages, tmp_path):
     assert "cannot be read" in command("serve", *package, "--token-file", tmp_path / "x", code=2)
     assert "served as it was exported" in command("serve", *package, "--set", "predict.top_k=3", code=2)
     assert "'-1' is not an integer from 0 to 65535" in command("serve", *package, "--port=-1", code=2)
-    assert "vocabulary" in command("serve", "--package", packages / "broken", "--port", 0, code=1)
+    assert "vocabulary" in said_by_serve("--package", packages / "broken", code=1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = command("serve", *package, "--port", taken.getsockname()[1], code=1)
     assert "cannot listen there: Address already in use" in said
-    assert "dry run" in command("serve", *package, "--port", 0, "--dry-run")
+    assert "dry run" in said_by_serve(*package, "--dry-run")

@@ -11,7 +11,7 @@ import pytest
 
 from recsys import files
 from tests.integration.runs import command
-from tests.integration.test_serve import predicted, rows_for, same, serving
+from tests.integration.test_serve import predicted, rows_for, said_by_serve, same, serving
 
 NASTY = '<script>alert("1")</script> & co'
 
@@ -153,17 +153,21 @@ def test_flags_that_do_not_go_together_are_refused(ranker, retriever, twins, tmp
     secret = tmp_path / "token"
     secret.write_text("abc")
     page = ("--page-rows", ranker.rows)
+    for flags, said in (
+        ((*a, *b), "--share: give it with two packages"),
+        ((*a, "--share", 0.5), "--share: give it with two packages"),
+        ((*a, *b, *a, "--share", 0.5), "3 packages are given; give one, or two"),
+        ((*a, *b, "--share", 1.5), "'1.5' is not a number from 0 to 1"),
+        ((*a, "--item-names", names), "give --page-rows"),
+        ((*a, "--user-store-folder-mib", 5), "give --user-store-folder"),
+        ((*a, *page, "--token-file", secret), "a browser sends no token"),
+    ):
+        assert said in command("serve", *flags, "--port", 0, code=2)
+    # These are said when the packages are loaded.
     for flags, code, said in (
-        ((*a, *b), 2, "--share: give it with two packages"),
-        ((*a, "--share", 0.5), 2, "--share: give it with two packages"),
-        ((*a, *b, *a, "--share", 0.5), 2, "3 packages are given; give one, or two"),
-        ((*a, *b, "--share", 1.5), 2, "'1.5' is not a number from 0 to 1"),
-        ((*a, "--item-names", names), 2, "give --page-rows"),
-        ((*a, "--user-store-folder-mib", 5), 2, "give --user-store-folder"),
         ((*a, "--user-store-mib", 5), 2, "export it with export.cached_scoring: true"),
-        ((*a, *page, "--token-file", secret), 2, "a browser sends no token"),
         ((*a, *page, "--item-names", names), 3, "it needs the columns `id` and `name`, and has item, title"),
         ((*a, "--package", retriever.package, "--share", 0.5), 2, "read different rows"),
     ):
-        assert said in command("serve", *flags, "--port", 0, code=code)
+        assert said in said_by_serve(*flags, code=code)
     assert pq.read_table(ranker.rows).num_rows > 0

@@ -10,6 +10,7 @@ from recsys.inference.package_files import sign
 from recsys.inference.program import PackageError
 from tests.inference.test_package_files import keys
 from tests.integration.runs import command
+from tests.integration.test_serve import said_by_serve
 
 
 @pytest.fixture
@@ -33,15 +34,23 @@ def test_commands_want_the_signature_that_they_are_told(package, ranker, tmp_pat
     private, public = keys(tmp_path, "ours")
     _, theirs = keys(tmp_path, "theirs")
     predict = ("predict", "--package", package, "--input", ranker.rows, "--dry-run", "--verify-key")
-    serve = ("serve", "--package", package, "--port", 0, "--dry-run", "--verify-key")
+    serve = ("--package", package, "--dry-run", "--verify-key")
     evaluate = ("evaluate", "--package", package, "--verify-key")
-    for flags in (predict, serve, evaluate):
-        assert "it is not signed" in command(*flags, public, code=1)
+    for said in (
+        command(*predict, public, code=1),
+        said_by_serve(*serve, public, code=1),
+        command(*evaluate, public, code=1),
+    ):
+        assert "it is not signed" in said
     sign(package, private)
-    for flags, answered in ((predict, "the package answers its golden rows"), (serve, "would listen")):
-        assert answered in command(*flags, public)
-        assert "its signature is not by the key" in command(*flags, theirs, code=1)
-    assert "its signature is not by the key" in command(*evaluate, theirs, code=1)
+    assert "the package answers its golden rows" in command(*predict, public)
+    assert "would listen" in said_by_serve(*serve, public)
+    for said in (
+        command(*predict, theirs, code=1),
+        said_by_serve(*serve, theirs, code=1),
+        command(*evaluate, theirs, code=1),
+    ):
+        assert "its signature is not by the key" in said
     assert recsys.load(package, verify_key=public).package is not None
     with pytest.raises(PackageError, match="its signature is not by the key"):
         recsys.load(package, verify_key=theirs)

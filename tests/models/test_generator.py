@@ -39,7 +39,8 @@ SHORT = (
 ENCODER = (
     "model.generator.preprocessor=",
     "model.generator.mixer=",
-    "model.generator.encoder={num_heads: 2 dropout: 0.2 targets_per_row: 3}",
+    "model.generator.encoder={num_layers: 1 num_heads: 2 dropout: 0.2 targets_per_row: 3}",
+    "model.generator.decoder.num_layers=1",
     "data.max_history_len=20",
 )
 
@@ -94,11 +95,17 @@ def test_losses_are_those_of_the_next_items_codes(model, pipeline):
     assert losses.counts.item() == sum(item > 0 for row in rows for item in row.values["uih_item_id"][1:])
 
 
+def add_ids(pipeline):
+    """Changes a config to codes in parallel, and ids with a weight that is not that of the start."""
+    pipeline.model.generator.parallel.temperature = 0.07
+    pipeline.model.generator.ids.temperature = 0.05
+    pipeline.model.generator.ids.weight = 0.3
+
+
 @pytest.fixture
 def hybrid(pipeline):
     """Codes in parallel and ids, with weights that are not those of the start."""
-    pipeline.model.generator.parallel.SetInParent()
-    pipeline.model.generator.ids.weight = 0.3
+    add_ids(pipeline)
     torch.manual_seed(0)
     built = build_model(pipeline).eval()
     for parameter in built.parameters():
@@ -413,6 +420,35 @@ def test_the_graph_of_a_beam_is_captured_with_every_size_dynamic(model, pipeline
         for row, of_row in zip(batch.seen.split(batch.seen_layout.lengths.tolist()), items, strict=True):
             assert not set((row - 1).tolist()) & set(of_row.tolist()) - {-1}
             assert set(of_row.tolist()) <= {number - 1 for number in numbers} | {-1}
+
+
+CAPTURED = ("in order", "hybrid")
+"""Generators whose graphs of all scores are captured."""
+
+
+def captured_pipeline(folder, kind):
+    """The config of one of them."""
+    pipeline = generator_pipeline(folder, CODES)
+    if kind == "hybrid":
+        add_ids(pipeline)
+    else:
+        decoder = pipeline.model.generator.decoder
+        decoder.num_layers, decoder.num_heads, decoder.ff_dim, decoder.dropout = 1, 2, 16, 0.1
+    return pipeline
+
+
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_the_graph_of_all_scores_is_captured_with_every_size_dynamic(folder, kind):
+    pipeline = captured_pipeline(folder, kind)
+    torch.manual_seed(0)
+    model = build_model(pipeline).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    program = captured(model, batch_of(pipeline, random_rows(pipeline, SIZES)))
+    for sizes in (SIZES, [(6, 1)], [(1, 0), (0, 0), (5, 2)]):
+        batch = batch_of(pipeline, random_rows(pipeline, sizes, seed=3))
+        with torch.no_grad():
+            torch.testing.assert_close(program(*inputs_of(batch, pipeline)), model.score(batch))
 
 
 def test_predictions_hold_original_ids_codes_and_scores_of_unseen_items(model, pipeline):

@@ -20,8 +20,10 @@ RANKER_LINEAR = f"""model {{ ranker {{ mixer {{ hybrid {{
   mixers {{ sasrec {{ num_heads: 2  rotary {{}}  layer_groups {{ num_layers: 1  tail_len: 3 }} }} }}
   mixers {{ {LINEAR} }}
 }} }} }} }}"""
+RETRIEVER_LINEAR = """model { retriever { mixer { linear {
+  num_layers: 1  num_heads: 2  qk_dim: 4  form: DELTA  position_channel: false
+} } } }"""
 RETRIEVER_HYBRID = """model { retriever { mixer { hybrid {
-  mixers { linear { num_layers: 1  num_heads: 2  qk_dim: 4  form: DELTA  position_channel: false } }
   mixers { hstu {
     num_layers: 1  num_heads: 2  qk_dim: 4  v_dim: 3  scale_len: 3  activation: UVQK  gate: UGN
     bias { num_time_buckets: 40 }
@@ -56,23 +58,26 @@ TASK_OF_TWO_LOGITS = "tasks { name: 'like' loss { jrc {} } }"
 RANKER_MMOE = f"model {{ ranker {{ head {{ mmoe {{ expert_dim: 8 }} }} {TASK_OF_TWO_LOGITS} }} }}"
 RANKER_PLE = f"model {{ ranker {{ head {{ ple {{ num_levels: 2 }} }} {TASK_OF_TWO_LOGITS} }} }}"
 BF16 = "model { precision: BF16 }"
+LOG_TIMES = "model { ranker { preprocessor { contextual { positional { time_scale: LOG } } } } }"
+CONCATENATED = "model { ranker { head { fusion { input: CONCAT } } } }"
 MODELS = {
     "ranker hstu": (RANKER,),
     "ranker sasrec": (RANKER, RANKER_SASREC),
     "ranker linear behind a truncation": (RANKER, RANKER_LINEAR, RANKER_PLE),
     "ranker truncated": (RANKER, TRUNCATED),
-    "ranker bf16": (RANKER, BF16, ONE_LAYER),
+    "ranker bf16": (RANKER, BF16, ONE_LAYER, LOG_TIMES, CONCATENATED),
     "ranker interleaved": RANKERS["interleaved"],
     "ranker all encoders": (*RANKERS["all"], TWO_CHANNELS, RANKER_MMOE),
     "ranker channels": RANKERS["channels"],
     "ranker interleaved channels": RANKERS["interleaved channels"],
     "retriever hstu": (RETRIEVER,),
     "retriever sasrec": (RETRIEVER, RETRIEVER_SASREC),
+    "retriever linear": (RETRIEVER, RETRIEVER_LINEAR),
     "retriever hybrid": (RETRIEVER, RETRIEVER_HYBRID),
 }
 CAPTURED = ("ranker linear behind a truncation", "ranker bf16", "ranker all encoders", "retriever hybrid")
 """Models that are always captured, which takes seconds; each part of the others, which are captured with
-`--slow`, is in one of these."""
+`--slow`, is in one of these, or in one that `test_cached_signature.py` captures."""
 
 EXAMPLE = [(3, 2), (0, 3), (5, 0), (1, 1)]
 SIZES = [

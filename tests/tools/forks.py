@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,31 @@ class Server:
         *arguments: Any,
         cwd: Path | None = None,
         new_group: bool = False,
+        shares_scoring_server: bool = False,
         **variables: str,
     ) -> Fork:
-        """Calls `module:function` with arguments that JSON can hold; its result is the exit code."""
+        """Calls `module:function` with arguments that JSON can hold; its result is the exit code.
+
+        Args:
+            target: the function.
+            *arguments: its arguments.
+            cwd: working folder.
+            new_group: gives the process a group of its own.
+            shares_scoring_server: processes that score are forked from a server that all such forks share,
+                and that has done its imports. Else `recsys.serve` starts a server of its own for them.
+            **variables: additional environment.
+        """
         self._count += 1
         output = Path(self._folder.name) / f"{self._count}.txt"
         request = {"target": target, "arguments": arguments, "output": str(output), "new_group": new_group}
+        request |= {"shares_scoring_server": shares_scoring_server}
         pid = self.ask(request | {"cwd": str(cwd or Path.cwd()), "variables": variables})
         return Fork(self, pid, output)
+
+    @property
+    def pid(self) -> int:
+        """The process that forks."""
+        return self._process.pid
 
     def ask(self, request: dict[str, Any]) -> Any:
         """Sends a request to the process and returns its answer."""
@@ -170,6 +188,8 @@ def serve() -> None:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
+            if request["shares_scoring_server"]:
+                _start_scoring_server()
             answer = os.fork()
             if answer == 0:
                 break
@@ -181,10 +201,27 @@ def serve() -> None:
     sys.exit(getattr(importlib.import_module(module), function)(*request["arguments"]))
 
 
+def _start_scoring_server() -> None:
+    """Starts the server from which processes that score are forked, if it is not running."""
+    # Forks need not import what serves HTTP.
+    from recsys.serving import fork_server, server  # noqa: F401
+
+    fork_server.context()
+    with fork_server.signals_blocked():
+        forkserver.ensure_running()
+
+
 def _become(request: dict[str, Any]) -> None:
     """Gives a fork its own input, output, folder and variables."""
     if request["new_group"]:
         os.setsid()
+    # The tracker, if it runs, is no child of this fork.
+    resource_tracker._resource_tracker._pid = None
+    if request["shares_scoring_server"]:
+        # Nor is this server, and multiprocessing would start another one.
+        forkserver._forkserver.ensure_running = lambda: None
+    else:
+        forkserver._forkserver.__init__()
     for descriptor, path, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, request["output"], os.O_WRONLY | os.O_CREAT),

@@ -10,7 +10,9 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 
 SERVERS = {
     "interpreter": re.compile(r"^test_\w+ = (\w+\.)?interpreter_test\(|\brun_interpreted\(", re.MULTILINE),
-    "forks": re.compile(r"(?<![.\w])(forks\.)?(run_ranks|start_command|start|serving|server)\("),
+    "forks": re.compile(
+        r"(?<![.\w])(forks\.)?(run_ranks|start_command|start|serving|said_by_serve|server)\("
+    ),
 }
 """By server of `tests.tools.forks`: what is in the files whose tests use it."""
 

@@ -1,0 +1,170 @@
+"""The life of a process that scores and of the server that forks it, with a stand-in for what it loads."""
+
+import gc
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+from recsys import environment
+from recsys.serving import fork_server, scoring_process
+from recsys.serving.messages import Order, RowBatch
+from recsys.serving.scoring_process import ScoringEndedError, ScoringProcess
+
+ROOT = Path(__file__).parents[2]
+ORDER = Order(Path("any"))
+BATCH = RowBatch({}, 0, None)
+
+
+def echo(connection, order: Order) -> None:
+    """Stands in for a process that has loaded a package: it tells its parent, and answers each batch."""
+    connection.send((order.folder.name, os.getpid(), os.getppid()))
+    try:
+        while True:
+            connection.send(connection.recv())
+    except EOFError:
+        pass
+
+
+@pytest.fixture
+def light(monkeypatch):
+    """Lets the server import little and its forks nothing; the one of other tests, if any, is left alone."""
+    monkeypatch.setattr(fork_server, "_IMPORTS", "signal")
+    monkeypatch.setattr(scoring_process, "_run", echo)
+    private = forkserver.ForkServer()
+    private.set_forkserver_preload(["signal"])
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(private, name))
+    yield private
+    private._stop()
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_processes_are_forks_of_the_same_server_and_take_no_signal_that_stops_it(light):
+    processes = [ScoringProcess(ORDER) for _ in range(2)]
+    loaded = [process.loaded for process in processes]
+    assert {name for name, _, _ in loaded} == {"any"}
+    assert {parent for _, _, parent in loaded} == {light._forkserver_pid}
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        for receiver in (light._forkserver_pid, *(number for _, number, _ in loaded)):
+            os.kill(receiver, sent)
+    processes.append(ScoringProcess(ORDER))
+    for process in processes:
+        assert process.is_alive and process.score(BATCH) == BATCH
+        process.close()
+        assert not process.is_alive and process.ending == "has ended with exit code 0"
+
+
+def test_a_killed_process_is_told_by_its_signal(light):
+    process = ScoringProcess(ORDER)
+    os.kill(process.loaded[1], signal.SIGKILL)
+    with pytest.raises(ScoringEndedError, match="this process was ended by SIGKILL; the system does that if"):
+        process.score(BATCH)
+    assert not process.is_alive
+    process.kill()
+
+
+def test_without_its_server_a_process_counts_as_ended_and_the_next_one_gets_another_server(light):
+    process = ScoringProcess(ORDER)
+    os.kill(light._forkserver_pid, signal.SIGKILL)
+    wait_until(lambda: not process.is_alive)
+    later = ScoringProcess(ORDER)
+    assert later.score(BATCH) == BATCH and later.loaded[2] != process.loaded[2]
+    for ended in (process, later):
+        ended.close()
+        wait_until(lambda ended=ended: not alive(ended.loaded[1]))
+
+
+PROGRAM = """
+import sys, time
+from recsys.serving import fork_server, scoring_process
+from tests.serving.test_scoring_process import ORDER, echo
+
+fork_server._IMPORTS = "signal"
+scoring_process._run = echo
+print(*scoring_process.ScoringProcess(ORDER).loaded[1:], flush=True)
+if sys.argv[1] == "killed":
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "ends"])
+def test_neither_process_outlives_what_started_it(end):
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, end],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    left = [int(number) for number in program.stdout.readline().split()]
+    assert len(left) == 2
+    if end == "killed":
+        program.kill()
+    program.communicate(timeout=60)
+    wait_until(lambda: not any(map(alive, left)))
+
+
+def test_processes_are_not_forked_where_imports_may_initialise_cuda(monkeypatch):
+    """Only CUDA itself then knows the number of GPUs."""
+    monkeypatch.setattr(environment, "driver_version", lambda: "unknown (NVML error 9)")
+    assert fork_server.context().get_start_method() == "spawn"
+    monkeypatch.setattr(environment, "driver_version", lambda: "580.1")
+    assert fork_server.context().get_start_method() == "forkserver"
+
+
+IMPORTS = """
+import ctypes
+from recsys.serving import scoring_imports
+count = ctypes.c_int()
+print(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)))
+"""
+
+
+@pytest.mark.gpu
+def test_imports_of_the_server_leave_cuda_alone():
+    """CUDA's answer 3 means that it is not initialised. A machine without a GPU cannot tell."""
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "3\n", done.stderr
+
+
+def test_imports_of_the_server_count_gpus_without_cuda_and_may_fail(monkeypatch):
+    """FBGEMM asks PyTorch whether there is a GPU."""
+    torch, seen = importlib.import_module("torch"), []
+
+    def fail():
+        seen.append(torch.cuda._nvml_based_avail())
+        raise OSError("a library is broken")
+
+    monkeypatch.setattr(environment, "import_torchrec_quietly", fail)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    for setting, after in ((None, False), ("0", False), ("1", True)):
+        with monkeypatch.context() as patch:
+            patch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+            if setting is not None:
+                patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", setting)
+            runpy.run_module("recsys.serving.scoring_imports")
+            assert torch.cuda._nvml_based_avail() == after
+            assert os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == setting
+    assert seen == [True] * 3
