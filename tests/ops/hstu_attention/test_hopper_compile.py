@@ -1,7 +1,7 @@
 """The Hopper kernels compiled and assembled for sm_90a, without a GPU: registers, instructions, their order.
 
-Each kernel once, with the sizes of heads of 128; all sizes, the mask with everything in it, and groups of
-targets with `--slow`. Skips without Triton.
+Each kernel once, with the sizes of heads of 128, the forward one in `hopper/test_packaged.py`. With `--slow`
+all sizes, the mask with everything in it, and groups of targets. Skips without Triton.
 """
 
 import re
@@ -30,10 +30,7 @@ OTHER_SIZES = [
     (64, SIZES[64]._replace(keys=128, stages=3)),
     (128, SIZES[128]._replace(keys=128, stages=2)),
 ]
-# `hopper/test_packaged.py` checks the same numbers of the short sizes, whose two strips hold rows of q in
-# registers, for 64 columns.
-FORWARD = [(128, LONG_SIZES[128]), (128, SIZES[128]), *((dim, SIZES[dim]) for dim in (64, 256))]
-FORWARD += [(dim, sizes) for dim, sizes in LONG_SIZES.items() if dim != 128]
+FORWARD = [*SIZES.items(), *LONG_SIZES.items()]
 FORWARD_CASES = [(*sizes, "causal") for sizes in [*FORWARD, *OTHER_SIZES]]
 FORWARD_CASES += [(*sizes, "everything") for sizes in FORWARD]
 CANDIDATES = [(128, cached_launch.SIZES[128]), (64, cached_launch.SIZES[64])]
@@ -64,8 +61,10 @@ def registers_of(sizes) -> dict[str, int]:
     return {name.upper(): getattr(sizes, name) for name in names}
 
 
-@pytest.mark.parametrize(("dim", "sizes", "mask"), first_of(FORWARD_CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "sizes", "mask"), FORWARD_CASES)
 def test_the_forward_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
+    """`hopper/test_packaged.py` checks the code of one of these sizes each time."""
     constants = {"D": dim, "BLOCK_N": sizes.keys, "STAGES": sizes.stages, "STRIPS": sizes.strips}
     constants |= {"HELD": sizes.held, "Q_TILES": sizes.q_tiles}
     constants |= registers_of(sizes) | forward.rules(MASKS[mask])

@@ -1,4 +1,4 @@
-"""The Triton kernel of `hstu_attention_cached` on a GPU: long histories, memory, graphs."""
+"""The Triton kernel of `hstu_attention_cached` on a GPU: long histories, sizes in turn, memory, graphs."""
 
 import pytest
 import torch
@@ -43,6 +43,21 @@ def test_few_users_with_long_histories(dim, dtype, rows, monkeypatch):
         new = case(shapes, 3, (dim, dim), dtype, rows, mask)
         assert torch.equal(assert_near(new, ON_GPU), output(new, ON_GPU))
     assert min(chosen) > 1
+
+
+def test_other_sizes_in_any_order_use_one_artefact_and_stay_right():
+    from recsys.ops.hstu_attention.cached.triton import cached_kernel
+
+    sizes = [(0, 1), (1, 0), (7, 5), (512, 256), (2048, 1), (4097, 300)]
+    batches = [case([(kept, 0, new), (kept, new, 0)], 0, (64, 64), torch.bfloat16) for kept, new in sizes]
+    expected = [assert_near(batch, ON_GPU) for batch in batches]
+    given = [split(batch)[0] for batch in batches]
+    before = harness.artefacts(cached_kernel)
+    order = [i for n in range(40) for i in (5, n % 5, 0, 3, 1)]
+    rapid = [(i, hstu_attention_cached(*given[i], scale_len=64, backend="triton")) for i in order]
+    torch.cuda.synchronize()
+    assert all(torch.equal(got, expected[i]) for i, got in rapid)
+    assert harness.artefacts(cached_kernel) == before
 
 
 def test_the_cache_is_not_copied_and_nothing_waits_for_the_device():
