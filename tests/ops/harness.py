@@ -13,8 +13,11 @@ A test takes a `Runner` from `runners("triton", ...)` and hands a `Problem` to `
     test_in_the_interpreter = interpreter_test(__file__)
 
 Tests of the interpreter run in a process of their own (`tests.tools.interpreter`); the last line starts it.
-In that process `tests/ops/conftest.py` fills uninitialised memory with NaN, and every tensor of a problem
-lies between NaNs (absurd numbers for integers). Tests on a GPU bear the mark `gpu`.
+In that process `tests/ops/conftest.py` fills uninitialised memory with NaN, every tensor of a problem lies
+between NaNs (absurd numbers for integers), and a file's `SMALL` makes blocks small, so that small inputs have
+several. Tests on a GPU bear the mark `gpu`.
+
+What must hold of every op is in `test_every_op.py`, which takes the `OpTests` of the op's own file.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental import _config as fx_config
 
 from recsys.ops import SequenceLayout, explain, last_backend
 from recsys.ops.runtime.dispatch import Op
-from tests.tools.interpreter import INTERPRETED, between_poison, interpreted, run_interpreted, starts_it
+from tests.tools.interpreter import between_poison, interpreted, run_interpreted, starts_it
 
 GUARD = 777.0
 """The number in memory around a buffer."""
@@ -130,8 +135,31 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def call(problem: Problem, runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs and the leaves on the runner's device; asserts that the runner's backend ran."""
+class Case:
+    """A problem that is built when a test asks for it, and what its results may differ by.
+
+    Args:
+        build: makes the problem of the arguments; these name the case.
+        near: arguments of `assert_near`.
+    """
+
+    def __init__(
+        self, build: Callable[..., Problem], *given: Any, near: dict[str, Any] | None = None, **more: Any
+    ):
+        self._build, self._given, self._more, self.near = build, given, more, near or {}
+
+    def problem(self) -> Problem:
+        return self._build(*self._given, **self._more)
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (*self._given, *self._more.values())))
+
+
+def call(
+    problem: Problem, runner: Runner, view: Callable[[Tensor], Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs and the leaves on the runner's device, as `view` shows them; asserts that the runner's
+    backend ran."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -141,20 +169,45 @@ def call(problem: Problem, runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
             return value if value.device.type == runner.device else value.to(runner.device)
         return [placed(entry) for entry in value] if isinstance(value, list) else value
 
-    leaves = {name: placed(tensor.detach()).requires_grad_() for name, tensor in problem.tensors.items()}
+    leaves = {name: placed(tensor.detach()) for name, tensor in problem.tensors.items()}
+    if view is not None:
+        leaves = {name: view(tensor) for name, tensor in leaves.items()}
+    leaves = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
     options = {name: placed(value) for name, value in problem.options.items()}
     out = problem.function(**leaves, **options, backend=runner.backend)
     assert last_backend(problem.op) == runner.backend
     return [out] if isinstance(out, Tensor) else list(out), list(leaves.values())
 
 
-def results(problem: Problem, runner: Runner) -> list[Tensor]:
-    """Outputs, then the gradients of all tensors for random cotangents, which differ between outputs."""
-    outputs, leaves = call(problem, runner)
-    return [*(out.detach() for out in outputs), *gradients(outputs, leaves, poisoned=runner.is_interpreted)]
+def strided(tensor: Tensor) -> Tensor:
+    """The same numbers, those of a row apart and with NaN between them, as in a part of a larger tensor."""
+    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
 
 
-def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], *, poisoned: bool = False) -> list[Tensor]:
+def turned(tensor: Tensor) -> Tensor:
+    """The same numbers with the first dimension innermost in memory, as in a transposed tensor."""
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
+
+
+def results(problem: Problem, runner: Runner, view: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Outputs, then the gradients of all tensors for random cotangents, which differ between outputs.
+
+    Leaves and cotangents are passed as `view` shows them. An op without gradients has outputs only.
+    """
+    outputs, leaves = call(problem, runner, view)
+    made = [out.detach() for out in outputs]
+    if not any(out.requires_grad for out in outputs):
+        return made
+    return made + gradients(outputs, leaves, poisoned=runner.is_interpreted, view=view)
+
+
+def gradients(
+    outputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    poisoned: bool = False,
+    view: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor]:
     """Gradients for cotangents that are the same numbers on any device and in any type: 16 bits hold them."""
     cotangents = [
         normal(*out.shape, seed=100 + index, dtype=torch.bfloat16).to(out)
@@ -162,6 +215,8 @@ def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], *, poisoned: 
     ]
     if poisoned:
         cotangents = [between_poison(cotangent) if cotangent.dim() else cotangent for cotangent in cotangents]
+    if view is not None:
+        cotangents = [view(cotangent) for cotangent in cotangents]
     return list(torch.autograd.grad(list(outputs), list(leaves), cotangents))
 
 
@@ -205,11 +260,13 @@ def assert_near(
     floor: float = 1e-6,
     slack: float = 0.0,
     absolute: float = 0.0,
+    view: Callable[[Tensor], Tensor] | None = None,
 ) -> Compared:
     """The runner's outputs and gradients have the reference's types and are near those of float64, as by
-    `assert_as_near`. With `close` the interpreter's entries are also compared, as by `assert_close`.
+    `assert_as_near`. With `close` the interpreter's entries are also compared, as by `assert_close`. The
+    runner gets its tensors as `view` shows them.
     """
-    ours = results(problem, runner)
+    ours = results(problem, runner, view)
     theirs = results(problem, Runner("reference", runner.device))
     exact = results(problem.cast(torch.float64), Runner("reference", runner.device))
     finite = assert_as_near(ours, theirs, exact, floor=floor, slack=slack, absolute=absolute)
@@ -244,6 +301,42 @@ def assert_as_near(
         allowed += slack * want.numel() ** 0.5
         assert (got - want).norm() <= allowed, f"{(got - want).norm():.2e} > {allowed:.2e}"
     return masks
+
+
+@dataclasses.dataclass(frozen=True)
+class OpTests:
+    """What `test_every_op.py` checks of an op.
+
+    Attributes:
+        compare: compares what a runner computes with what is right; takes a problem, a runner, the `near` of
+            a case, and by `view` how tensors are passed.
+        expected: the formulas, which take what the op takes, less the backend; see `assert_is`.
+        exact: cases in which the reference has the numbers of the formulas.
+        kernels: cases for kernels, in the interpreter and on a GPU.
+        everywhere: cases for the reference, too.
+        halves: cases in 16 bits, which take the runner's type.
+        strided: a case whose tensors and cotangents are passed with other strides, too.
+        guarded: a case that may write no number past the end of its memory.
+        empty: cases without tokens, whose gradients are zeros.
+        on_gpus: as `kernels`, on a GPU only.
+        random: draws such cases, for a GPU.
+        library: yields the arguments of `opcheck` for the ops of traced graphs, on a device.
+        wrapped: the modules of these ops, below `recsys.ops`.
+    """
+
+    compare: Callable[..., Any] = assert_near
+    expected: Callable[..., Any] | None = None
+    exact: Sequence[Case] = ()
+    kernels: Sequence[Case] = ()
+    everywhere: Sequence[Case] = ()
+    halves: Sequence[Callable[[torch.dtype], Case]] = ()
+    strided: Case | None = None
+    guarded: Case | None = None
+    empty: Sequence[Case] = ()
+    on_gpus: Sequence[Case] = ()
+    random: Any = None
+    library: Callable[[str], Iterator[tuple[Any, ...]]] | None = None
+    wrapped: Sequence[str] = ()
 
 
 # --- what else every backend must do -----------------------------------------------------------------------
@@ -351,7 +444,45 @@ def assert_compiles_once(
             assert_as_near(ours, theirs, exact, floor=floor)
 
 
-def assert_traced(function: Callable[..., Any], *arguments: Tensor, kernels: int) -> None:
+def exported(model: torch.nn.Module, example: Sequence[Tensor | None]) -> torch.export.ExportedProgram:
+    """The graph of a model whose tensors have a first dimension of any size."""
+    sizes = tuple(None if tensor is None else {0: torch.export.Dim.AUTO} for tensor in example)
+    with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):
+        return torch.export.export(model, tuple(example), dynamic_shapes=sizes)
+
+
+def assert_serves(
+    compiled: Callable[..., Any],
+    model: torch.nn.Module,
+    batches: Sequence[Sequence[Tensor | None]],
+    **close: float,
+) -> None:
+    """Without gradients a graph gives what the model gives in eager mode, for batches of any size."""
+    with torch.no_grad():
+        for batch in batches:
+            torch.testing.assert_close(compiled(*batch), model(*batch), **close)
+
+
+def assert_trained_by_one_graph(
+    model: torch.nn.Module,
+    batches: Sequence[Sequence[Tensor | None]],
+    leaves: Callable[..., list[Tensor]],
+    **close: float,
+) -> None:
+    """One compiled graph, traced once, has the outputs and gradients of eager mode; `leaves` of a batch."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for batch in batches:
+        pairs = []
+        for function in (compiled, model):
+            made = function(*batch)
+            outputs = [out for out in ([made] if isinstance(made, Tensor) else made) if out.requires_grad]
+            pairs.append([*outputs, *gradients(outputs, leaves(*batch))])
+        torch.testing.assert_close(*pairs, **close)
+    assert counter.frame_count == 1
+
+
+def assert_traced(function: Callable[..., Any], *arguments: Tensor, kernels: int) -> torch.fx.Graph:
     """A graph with symbolic sizes holds so many Triton kernels, whose grids depend on the sizes."""
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -359,7 +490,8 @@ def assert_traced(function: Callable[..., Any], *arguments: Tensor, kernels: int
     with set_wrap_triton_enabled(True):
         traced = make_fx(function, tracing_mode="symbolic")(*arguments)
     nodes = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(nodes) == kernels and not isinstance(nodes[0].kwargs["grid"][0][0], int)
+    assert len(nodes) == kernels and not any(isinstance(n.kwargs["grid"][0][0], int) for n in nodes)
+    return traced.graph
 
 
 def opcheck(op: Any, arguments: tuple[Any, ...], *, differentiable: bool = False) -> None:
@@ -389,10 +521,3 @@ def refused(
             function(**arguments(**changes))
 
     return test_wrong_arguments_are_named
-
-
-def shrink(monkeypatch: pytest.MonkeyPatch, module: Any, **sizes: Any) -> None:
-    """Smaller blocks in the interpreter, so that small inputs have several; elsewhere nothing changes."""
-    if INTERPRETED:
-        for name, size in sizes.items():
-            monkeypatch.setattr(module, name, size)

@@ -53,14 +53,8 @@ def test_no_graph_computes_the_factor_of_a_symbolic_width(name):
 
 
 def arguments(**changes):
-    layout = SequenceLayout(torch.tensor([3, 2]))
-    given = {
-        "q": torch.zeros(5, 2, 3),
-        "k": torch.zeros(5, 2, 3),
-        "v": torch.zeros(5, 2, 4),
-        "layout": layout,
-    }
-    return given | {"scale_len": 8} | changes
+    given = {"q": torch.zeros(5, 2, 3), "k": torch.zeros(5, 2, 3), "v": torch.zeros(5, 2, 4)}
+    return given | {"layout": SequenceLayout(torch.tensor([3, 2])), "scale_len": 8} | changes
 
 
 def bias_with(**changes):
@@ -69,13 +63,11 @@ def bias_with(**changes):
     return RelativeBias(**(fields | changes))
 
 
+THREE_HEADS, FEW_TIMES = bias_with(time_table=torch.zeros(3, 4)), bias_with(timestamps=times(4)[0])
+ELSEWHERE = bias_with(position_table=torch.zeros(4, device="meta"))
 WRONG = [
     ({"q": torch.zeros(5, 6)}, ValueError, r"q must have shape \[total_len, heads, dim\], got \(5, 6\)"),
-    (
-        {"q": torch.zeros(5, 2, 3, dtype=torch.int64)},
-        TypeError,
-        "q must be a floating point tensor, got a tensor",
-    ),
+    ({"q": torch.zeros(5, 2, 3).long()}, TypeError, "q must be a floating point tensor, got a tensor"),
     ({"q": [1.0]}, TypeError, "q must be a floating point tensor, got list"),
     ({"k": torch.zeros(5, 2, 3).double()}, TypeError, "k must have the dtype of q, torch.float32"),
     ({"k": torch.zeros(4, 2, 3)}, ValueError, "k has 4 rows, the layout total_len = 5"),
@@ -90,17 +82,9 @@ WRONG = [
     ({"alpha": float("nan")}, ValueError, "alpha must be finite, got nan"),
     ({"alpha": "auto"}, TypeError, "alpha must be a number, got str"),
     ({"bias": torch.zeros(5, 5)}, TypeError, "bias must be a RelativeBias or None, got Tensor"),
-    (
-        {"bias": bias_with(time_table=torch.zeros(3, 4))},
-        ValueError,
-        "bias.time_table has 3 rows, q has 2 heads",
-    ),
-    ({"bias": bias_with(timestamps=times(4)[0])}, ValueError, "bias.timestamps has 4 entries, q has 5 rows"),
-    (
-        {"bias": bias_with(position_table=torch.zeros(4, device="meta"))},
-        ValueError,
-        "bias.position_table is on meta, q on cpu",
-    ),
+    ({"bias": THREE_HEADS}, ValueError, "bias.time_table has 3 rows, q has 2 heads"),
+    ({"bias": FEW_TIMES}, ValueError, "bias.timestamps has 4 entries, q has 5 rows"),
+    ({"bias": ELSEWHERE}, ValueError, "bias.position_table is on meta, q on cpu"),
 ]
 
 
@@ -108,7 +92,7 @@ test_wrong_arguments_are_named = harness.refused(hstu_attention, arguments, WRON
 
 
 def test_the_scale_is_required():
+    given = arguments()
+    del given["scale_len"]
     with pytest.raises(TypeError, match="scale_len"):
-        hstu_attention(
-            torch.zeros(5, 2, 3), torch.zeros(5, 2, 3), torch.zeros(5, 2, 3), arguments()["layout"]
-        )
+        hstu_attention(**given)

@@ -259,7 +259,7 @@ def product(*choices: Iterable[Any]) -> list[tuple]:
     return list(itertools.product(*choices))
 
 
-GATE_SHAPES = [(64, 4), (1024, 1), (2048, 1), (4096, 1), (100, 4), (1, 16)]
+GATE_SHAPES = [(256, 4), (64, 4), (1024, 1), (2048, 1), (4096, 1), (100, 4), (1, 16)]
 BOTH, KERNELS, KINDS = (True, False), ("forward_kernel", "backward_kernel"), ("*bf16", "*fp32")
 PIECES = [(512, False), (100, False), (1, False), (64, True), (1, True)]
 LINEAR = [
@@ -269,7 +269,7 @@ LINEAR = [
     if not (kernel in ("local", "out") and delta)
 ]
 LINEAR_USUAL = [(kernel, 64, True) for kernel in ("prepare", "states", "state_gradients")]
-LINEAR_USUAL += [(kernel, 64, False) for kernel in ("local", "out", "gradients")]
+LINEAR_USUAL += [(kernel, 64, False) for kernel in ("local", "out")]
 LINEAR_USUAL += [("gradients", 64, True)]
 LOGP_KINDS = [(width, torch.bfloat16) for width in (64, 128, 256, 512)]
 LOGP_KINDS += [(width, torch.float32) for width in (64, 128)]
@@ -281,7 +281,7 @@ LOGP_USUAL = [case for case in LOGP if case[1:] == (128, torch.bfloat16, False)]
 TOP_K = product(("measure_kernel", "choose_kernel"), (64, 128, 256, 512), NAMES)
 TOP_K_USUAL = [case for case in TOP_K if case[1:] == (128, torch.bfloat16)]
 ITEMS = [(True, False, 128, 128), (False, True, 128, 128), (False, False, 128, 128)]
-ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
+ITEMS += [(False, True, 128, 64), (False, False, 128, 64), (False, False, 192, 64)]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
     + cases(segment_shares, [(256,)], [(1,)])
     + cases(
         gate,
-        [(kernel, 256, 4, concat) for kernel, concat in product(KERNELS, BOTH)],
+        [(kernel, 256, 4, True) for kernel in KERNELS],
         [(kernel, *shape, concat) for kernel, shape, concat in product(KERNELS, GATE_SHAPES, BOTH)],
     )
     + cases(
@@ -313,9 +313,9 @@ ITEMS += [(False, True, 128, 64), (False, False, 192, 64)]
     + cases(linear_logp, LOGP_USUAL, LOGP)
     + cases(top_k, TOP_K_USUAL, TOP_K)
     + cases(top_k_product, [(128,)], [(64,), (256,), (512,)])
-    + cases(work_items, [(True, True, 128, 128), (False, False, 128, 64)], [(False, True, 192, 64), *ITEMS])
+    + cases(work_items, [(True, True, 128, 128)], [(False, True, 192, 64), *ITEMS])
     + cases(cached_work_items, [(True,)], [(False,)])
-    + cases(order, [(NUM_COLUMNS, 16), (NUM_CACHED_COLUMNS, 32)])
+    + cases(order, [(NUM_CACHED_COLUMNS, 32)], [(NUM_COLUMNS, 16)])
     + cases(beams, [("score_kernel", 256, 256), ("read_kernel", 256, 256)], [("score_kernel", 4096, 4096)])
     + cases(tokens, [("tokens_kernel",), ("source_kernel",)]),
 )
@@ -343,14 +343,14 @@ def traced_bucket_gradient():
     return sums, (torch.randn(33, 24), torch.randint(5, (33,))), 2
 
 
-def traced_gate(concat):
+def traced_gate():
     from recsys.ops.gated_norm import triton as triton_ops
 
     def both(*tensors):
         wrap, inputs, options = (
             torch.library.wrap_triton,
             GateInputs(*tensors),
-            GateOptions(2, 1e-6, concat, 0.2),
+            GateOptions(2, 1e-6, True, 0.2),
         )
         out = triton_ops.launch_forward(inputs, options, wrap)
         return [out, *triton_ops.launch_backward(out, inputs, options, wrap)]
@@ -409,7 +409,7 @@ def traced_linear_logp():
 @pytest.mark.parametrize(
     ("build", "arguments"),
     cases(traced_bucket_gradient, [()])
-    + cases(traced_gate, [(True,), (False,)])
+    + cases(traced_gate, [()])
     + cases(traced_gather, [()])
     + cases(traced_linear_attention, [(True,), (False,)])
     + cases(traced_linear_logp, [()]),

@@ -1,4 +1,4 @@
-"""Tests that hold for every op, by the arguments and problems of its own tests."""
+"""What must hold of every op, case and backend, by the arguments and problems of the op's own tests."""
 
 import importlib
 import re
@@ -6,18 +6,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from recsys import ops
-from recsys.ops import explain, last_backend
+from recsys.ops import SequenceLayout, explain, last_backend
 from tests.ops import harness
 from tests.ops import test_attention_args as attention
 from tests.ops.bucket_embedding import test_bucket_embedding as bucket
 from tests.ops.gated_norm import test_gated_norm as gate
-from tests.ops.harness import Problem, Runner, runners
-from tests.ops.hstu_attention.cached import test_arguments as cached
+from tests.ops.harness import REFERENCE, Case, OpTests, Problem, Runner, runners
+from tests.ops.hstu_attention import test_hstu_attention as hstu
+from tests.ops.hstu_attention.cached import test_arguments as cached_arguments
+from tests.ops.hstu_attention.cached import test_hstu_attention_cached as cached
 from tests.ops.jagged import test_jagged as jagged
 from tests.ops.linear_attention import test_linear_attention as linear
 from tests.ops.linear_logp import test_linear_logp as logp
@@ -26,7 +30,23 @@ from tests.ops.norm_linear import test_norm_linear as norm
 from tests.ops.softmax_attention import test_cross as cross
 from tests.ops.softmax_attention import test_softmax_attention as softmax
 from tests.ops.top_k import test_top_k as top
-from tests.tools.interpreter import interpreted
+from tests.tools.interpreter import WithNumbersOnly, interpreted
+
+MODULES = {
+    "bucket_embedding": bucket,
+    "gated_norm": gate,
+    "gather_rows": jagged,
+    "hstu_attention": hstu,
+    "hstu_attention_cached": cached,
+    "linear_attention": linear,
+    "linear_logp": logp,
+    "norm_linear": norm,
+}
+"""Files with the `OpTests` of an op."""
+
+SMALL = {name: sizes for module in MODULES.values() for name, sizes in module.SMALL.items()}
+
+INTERPRETER, ON_GPU = Runner("triton", "cpu"), Runner("triton", "cuda")
 
 RIGHT: dict[str, Callable[..., dict[str, Any]]] = {
     "bucket_embedding": lambda **changes: bucket.arguments(buckets=[torch.tensor([0, 2, 1, 1])]) | changes,
@@ -37,7 +57,7 @@ RIGHT: dict[str, Callable[..., dict[str, Any]]] = {
     "linear_attention": linear.arguments,
     "linear_logp": logp_reference.arguments,
     "hstu_attention": attention.arguments,
-    "hstu_attention_cached": cached.arguments,
+    "hstu_attention_cached": cached_arguments.arguments,
     "softmax_attention": softmax.arguments,
     "top_k": top.arguments,
 }
@@ -99,6 +119,123 @@ def vectors(width):
 def test_kernels_say_what_is_too_large_for_them(op, changes, reason):
     answer = dict(explain(op, **RIGHT[op](**changes)).rows)["triton"]
     assert answer.ok == (not reason) and reason in answer.reason
+
+
+# --- cases of each op ---------------------------------------------------------------------------------------
+
+
+def demands(op: str) -> OpTests:
+    return MODULES[op].TESTS
+
+
+def cases(field: str) -> list[Any]:
+    """Parameters of a test: an op, and a case of it."""
+    return [
+        pytest.param(op, case, id=f"{op}-{case}") for op in MODULES for case in getattr(demands(op), field)
+    ]
+
+
+def having(field: str) -> Any:
+    """The test runs for all ops that have such cases."""
+    return pytest.mark.parametrize(
+        "op", [op for op in MODULES if getattr(demands(op), field) not in (None, ())]
+    )
+
+
+by_kernels = pytest.mark.parametrize("runner", runners("triton"))
+everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
+
+
+def check(op: str, case: Case, runner: Runner, **view: Any) -> None:
+    demands(op).compare(case.problem(), runner, **case.near, **view)
+
+
+@pytest.mark.parametrize(("op", "case"), cases("exact"))
+def test_the_reference_is_the_formulas(op, case):
+    """Output and all gradients, in float64."""
+    harness.assert_is(case.problem(), demands(op).expected)
+
+
+@by_kernels
+@pytest.mark.parametrize(("op", "case"), cases("kernels"))
+def test_kernels_come_near_to_float64(op, case, runner):
+    """Output and all gradients."""
+    check(op, case, runner)
+
+
+@everywhere
+@pytest.mark.parametrize(("op", "case"), cases("everywhere"))
+def test_every_backend_is_right(op, case, runner):
+    """Output and all gradients."""
+    check(op, case, runner)
+
+
+@everywhere
+@pytest.mark.parametrize(("op", "case"), cases("empty"))
+def test_without_tokens_no_gradient_is_anything_but_zeros(op, case, runner):
+    given = case.problem().cast(torch.float32)
+    made, wanted = (harness.results(given, each) for each in (runner, REFERENCE))
+    assert [tensor.shape for tensor in made] == [tensor.shape for tensor in wanted]
+    assert not any(tensor.any() for tensor in made)
+
+
+@by_kernels
+@having("halves")
+def test_16_bits(op, runner):
+    for case in demands(op).halves:
+        check(op, case(runner.half), runner)
+
+
+@by_kernels
+@pytest.mark.parametrize("view", [harness.strided, harness.turned])
+@having("strided")
+def test_tensors_and_cotangents_with_other_strides(op, view, runner):
+    check(op, demands(op).strided, runner, view=view)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), cases("on_gpus"))
+def test_larger_cases(op, case):
+    check(op, case, ON_GPU)
+
+
+@pytest.mark.gpu
+@having("random")
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(data=st.data())
+def test_random_cases(op, data):
+    check(op, data.draw(demands(op).random), ON_GPU)
+
+
+BUFFERS = {
+    "gated_norm": 5,
+    "gather_rows": 2,
+    "hstu_attention": 4,
+    "hstu_attention_cached": 1,
+    "linear_logp": 6,
+}
+"""Least number of outputs, gradients and intermediate results that an op makes."""
+
+
+@interpreted
+@pytest.mark.parametrize("op", BUFFERS)
+def test_nothing_is_written_past_the_last_row(op, monkeypatch):
+    given = demands(op).guarded.problem().cast(torch.float32)
+    with harness.guarded_memory(monkeypatch) as buffers:
+        harness.results(given, INTERPRETER)
+    assert len(buffers) >= BUFFERS[op]
+
+
+@by_kernels
+@having("library")
+def test_the_library_ops(op, runner, monkeypatch):
+    """Schemas, shapes without numbers and gradients through the library, on which a compiler relies."""
+    if runner.is_interpreted:
+        monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
+        for name in demands(op).wrapped:
+            monkeypatch.setattr(importlib.import_module(f"recsys.ops.{name}"), "wrap_triton", WithNumbersOnly)
+    for library_op, arguments, differentiable in demands(op).library(runner.device):
+        harness.opcheck(library_op, arguments, differentiable=differentiable)
 
 
 test_in_the_interpreter = harness.interpreter_test(__file__)
@@ -206,7 +343,7 @@ def test_a_compiled_graph_of_the_reference_is_traced_once(op):
     """Or twice: a number becomes a constant after the first call. Other ops have tests of their own."""
     example, counter = EXAMPLES[op], CompileCounterWithBackend("aot_eager")
     problems = [example.compiled(size) for size in (50, 9, 33, 20)]
-    harness.assert_compiles_once(problems, harness.REFERENCE, backend=counter)
+    harness.assert_compiles_once(problems, REFERENCE, backend=counter)
     assert 1 <= counter.frame_count <= 2
 
 
@@ -227,4 +364,4 @@ def test_nothing_waits_for_the_device(example, runner):
 def test_a_compiled_graph_serves_all_sizes(op):
     example = EXAMPLES[op]
     problems = [example.compiled(size) for size in (50, 9, 3000)]
-    harness.assert_compiles_once(problems, Runner("triton", "cuda"), example.floor)
+    harness.assert_compiles_once(problems, ON_GPU, example.floor)

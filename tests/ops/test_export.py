@@ -3,9 +3,6 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.export import Dim
-from torch.fx.experimental import _config as fx_config
 
 from recsys.ops import (
     AttentionMask,
@@ -18,6 +15,7 @@ from recsys.ops import (
     segment_sum,
     softmax_attention,
 )
+from tests.ops.harness import assert_serves, assert_trained_by_one_graph, exported
 from tests.tools.packaged import assert_packaged
 
 CONTEXTUAL, HEADS, DIM, V_DIM = 2, 2, 4, 3
@@ -92,27 +90,17 @@ OTHERS = [
     [(4, 0)] * 10,  # no targets
     [(0, 0), (0, 0)],
 ]
+BATCHES = [inputs(shapes, spare) for spare, shapes in enumerate(OTHERS)]
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+TAILS = pytest.mark.parametrize("tail_len", [pytest.param(None, marks=pytest.mark.slow), 4])
 
 
-def export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):
-        return torch.export.export(model, example, dynamic_shapes=tuple({0: Dim.AUTO} for _ in example))
-
-
-def assert_equal_to_eager(compiled, model: nn.Module) -> None:
-    with torch.no_grad():
-        for spare, shapes in enumerate(OTHERS):
-            batch = inputs(shapes, spare)
-            for got, want in zip(compiled(*batch), model(*batch), strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("tail_len", [pytest.param(None, marks=pytest.mark.slow), 4])
+@TAILS
 def test_an_exported_graph_serves_all_sizes(tail_len):
     model = Scorer(tail_len).eval()
-    program = export(model, inputs(EXAMPLE))
+    program = exported(model, BATCHES[0])
     assert all(constraint.lower <= 2 for constraint in program.range_constraints.values())
-    assert_equal_to_eager(program.module(), model)
+    assert_serves(program.module(), model, BATCHES, **CLOSE)
 
 
 class Front(nn.Module):
@@ -150,9 +138,8 @@ MOVED = [
 @pytest.mark.parametrize("tail_len", [None, 4])
 def test_a_package_serves_all_sizes_in_four_threads_without_this_code(tail_len, tmp_path):
     model = Scorer(tail_len).eval()
-    batches = [inputs(shapes, spare) for spare, shapes in enumerate(OTHERS)]
     with torch.no_grad():
-        assert_packaged(export(model, batches[0]), model, batches, tmp_path)
+        assert_packaged(exported(model, BATCHES[0]), model, BATCHES, tmp_path)
 
 
 @pytest.mark.gpu
@@ -160,21 +147,12 @@ def test_a_package_serves_all_sizes_in_four_threads_without_this_code(tail_len, 
 def test_a_package_of_kernels_serves_all_sizes_in_four_threads_without_this_code(tmp_path):
     model, batches = Front().to("cuda").eval(), [rows_to_move(*sizes) for sizes in MOVED]
     with torch.no_grad():
-        assert_packaged(export(model, batches[0]), model, batches, tmp_path, atol=1e-4)
+        assert_packaged(exported(model, batches[0]), model, batches, tmp_path, atol=1e-4)
 
 
 def test_a_compiled_training_step_has_the_gradients_of_eager():
-    """`torch.compile` with symbolic sizes, one graph, traced once for two batches."""
-    counter = CompileCounterWithBackend("aot_eager")
-    model = Scorer(tail_len=None)
-    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
-    for shapes in ([(5, 2), (3, 4), (9, 1)], [(2, 2), (8, 1), (0, 3), (4, 0), (30, 2)]):
-        batch = inputs(shapes)
-        gradients = []
-        for call in (compiled, model):
-            scores, _, _ = call(*batch)
-            cotangent = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
-            gradients.append(torch.autograd.grad(scores, list(model.parameters()), cotangent))
-        for got, want in zip(*gradients, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert counter.frame_count == 1
+    model, batches = (
+        Scorer(tail_len=None),
+        [inputs(shapes) for shapes in (EXAMPLE, [(2, 2), (0, 3), (30, 2)])],
+    )
+    assert_trained_by_one_graph(model, batches, lambda *_: list(model.parameters()), rtol=1e-4, atol=1e-5)

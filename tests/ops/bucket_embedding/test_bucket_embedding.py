@@ -1,16 +1,20 @@
 """`bucket_embedding` against sums over lists, its kernels against float64, and wrong arguments."""
 
-import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from recsys.ops import bucket_embedding
 from tests.ops import harness
-from tests.ops.harness import Problem, Runner, assert_is, assert_near, normal, runners
-from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
+from tests.ops.harness import Case, OpTests, Problem, normal, runners
+from tests.tools.interpreter import interpreted
 
-ON_GPU = Runner("triton", "cuda")
+FEW = {"ENTRIES": 32, "LONGEST_BLOCK": 8, "SHORT_PIECE": 8, "PIECES": 4, "SMALLEST_PIECE": 8}
+SMALL = {
+    "jagged.triton": {"BLOCK_BYTES": 256, "LONGEST_BLOCK": 16, "SHORTEST_BLOCK": 8},
+    "bucket_embedding.triton": FEW | {"SHARE_COLUMNS": 4},
+}
+"""Several programs, rows in several blocks of columns, buckets in several pieces, in the interpreter."""
 
 
 def embedded(x, buckets, scale, backend, **tables):
@@ -36,13 +40,6 @@ def by_lists(x, buckets, scale, **tables):
     return torch.stack(rows) if rows else x * 1 + sum(table.sum() for table in tables.values()) * 0
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("sizes", [[5], [1, 7], [3, 2, 4]])
-@pytest.mark.parametrize("rows", [0, 1, 20])
-def test_output_and_all_gradients(rows, sizes, scale):
-    assert_is(problem(rows, 3, sizes, scale=scale), by_lists)
-
-
 def test_the_output_holds_all_types():
     x, table, buckets = (
         torch.ones(2, 1).bfloat16(),
@@ -54,38 +51,23 @@ def test_the_output_holds_all_types():
 
 
 def arguments(**changes):
-    return {
-        "x": torch.zeros(4, 2),
-        "tables": [torch.zeros(3, 2)],
-        "buckets": [torch.zeros(4, dtype=torch.int64)],
-    } | changes
+    given = {"x": torch.zeros(4, 2), "tables": [torch.zeros(3, 2)]}
+    return given | {"buckets": [torch.zeros(4, dtype=torch.int64)]} | changes
 
 
+LONG = torch.zeros(4, 2, dtype=torch.int64)
 WRONG = [
-    ({"x": torch.zeros(4, 2, dtype=torch.int64)}, TypeError, "x must be floating point, got torch.int64"),
+    ({"x": LONG}, TypeError, "x must be floating point, got torch.int64"),
     ({"x": torch.zeros(4)}, ValueError, r"x must have shape \[tokens, width\], got \(4,\)"),
     ({"tables": []}, ValueError, "tables and buckets must be pairs, got 0 and 1 of them"),
-    (
-        {"tables": [torch.zeros(3, 3)]},
-        ValueError,
-        r"tables\[0\] must have shape \[buckets, 2\], got \(3, 3\)",
-    ),
-    (
-        {"tables": [torch.zeros(3, 2, dtype=torch.int32)]},
-        TypeError,
-        r"tables\[0\] must be floating point, got torch.int32",
-    ),
+    ({"tables": [torch.zeros(3, 3)]}, ValueError, r"s\[0\] must have shape \[buckets, 2\], got \(3, 3\)"),
+    ({"tables": [LONG]}, TypeError, r"tables\[0\] must be floating point, got torch.int64"),
     ({"tables": [torch.zeros(3, 2, device="meta")]}, ValueError, r"tables\[0\] is on meta, x on cpu"),
     ({"buckets": [torch.zeros(4)]}, TypeError, r"buckets\[0\] must be int64 or int32, got torch.float32"),
-    (
-        {"buckets": [torch.zeros(3, dtype=torch.int64)]},
-        ValueError,
-        r"buckets\[0\] must have shape \[4\], .* got \(3,\)",
-    ),
+    ({"buckets": [LONG[:3, 0]]}, ValueError, r"buckets\[0\] must have shape \[4\], .* got \(3,\)"),
     ({"buckets": [torch.tensor([0, 1, 2, 3])]}, IndexError, "index out of range"),
     ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
 ]
-
 
 test_wrong_arguments_are_named = harness.refused(bucket_embedding, arguments, WRONG)
 
@@ -93,42 +75,53 @@ test_wrong_arguments_are_named = harness.refused(bucket_embedding, arguments, WR
 # --- the kernels ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Several programs, rows in several blocks of columns, buckets in several pieces, in the interpreter."""
-    if INTERPRETED:
-        from recsys.ops.bucket_embedding import triton as triton_ops
-        from recsys.ops.jagged import triton as rows
-
-        harness.shrink(monkeypatch, rows, BLOCK_BYTES=256, LONGEST_BLOCK=16)
-        small = {"ENTRIES": 32, "LONGEST_BLOCK": 8, "SHORT_PIECE": 8, "PIECES": 4, "SMALLEST_PIECE": 8}
-        harness.shrink(monkeypatch, triton_ops, SHARE_COLUMNS=4, **small)
+@st.composite
+def random_cases(draw) -> Case:
+    width, dtype = draw(st.sampled_from([(256, torch.float32), (100, torch.bfloat16)]))
+    sizes = draw(st.lists(st.sampled_from([1, 65, 254, 255, 5000, 40_000]), min_size=1, max_size=3))
+    options = {"hot": draw(st.sampled_from([0, 0.9])), "scale": draw(st.sampled_from([1.0, 16.0]))}
+    return Case(problem, draw(st.integers(0, 3000)), width, sizes, dtype, **options)
 
 
-@interpreted
-@hypothesis.settings(max_examples=30, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(
-    rows=st.sampled_from([0, 1, 9, 70]),
-    width=st.sampled_from([1, 6, 16, 24]),
-    sizes=st.lists(st.sampled_from([1, 5, 40]), min_size=1, max_size=3),
-    dtype=st.sampled_from([torch.float16, torch.float32]),
-    ids=st.sampled_from([torch.int32, torch.int64]),
-    scale=st.sampled_from([1.0, 2.5]),
+def library(device):
+    from recsys.ops.bucket_embedding import triton as triton_ops
+
+    for rows in (0, 40):
+        values, buckets = torch.randn(rows, 6, device=device), torch.randint(5, (rows,), device=device)
+        yield triton_ops.sum_by_bucket_triton, (values, buckets, 5), False
+        want = torch.zeros(5, 6, device=device).index_add(0, buckets, values)
+        harness.assert_close([triton_ops.sum_by_bucket_triton(values, buckets, 5)], [want], 1e-5)
+
+
+def case(rows, width, sizes, dtype=torch.float32, **options) -> Case:
+    near = {"close": 1e-3 if dtype == torch.float16 else 1e-5, "floor": 1e-5}
+    return Case(problem, rows, width, sizes, dtype, hot=0.5, near=near, **options)
+
+
+TESTS = OpTests(
+    expected=by_lists,
+    exact=[
+        Case(problem, rows, 3, sizes, scale=scale)
+        for rows, sizes in ((0, [5]), (1, [1, 7]), (20, [5]), (20, [1, 7]), (20, [3, 2, 4]))
+        for scale in (1.0, 0.3)
+    ],
+    # No rows and few, narrow rows and some of several blocks, one to three tables, short ones and long.
+    kernels=[
+        case(0, 6, [5]),
+        case(1, 16, [1, 40], scale=1.0),
+        case(9, 24, [5, 1, 40]),
+        case(70, 1, [40], ids=torch.int32),
+        case(70, 6, [1, 5], scale=1.0),
+        case(70, 24, [40, 5, 5], ids=torch.int32, scale=1.0),
+        case(70, 16, [5]),
+        case(70, 24, [1, 40], torch.float16),
+        case(9, 6, [40, 5, 1], torch.float16, ids=torch.int32, scale=1.0),
+    ],
+    strided=case(30, 8, [5]),
+    random=random_cases(),
+    library=library,
+    wrapped=["bucket_embedding.triton"],
 )
-def test_sums_and_gradients(rows, width, sizes, dtype, ids, scale):
-    given = problem(rows, width, sizes, dtype, hot=0.5, scale=scale, ids=ids)
-    close = 1e-3 if dtype == torch.float16 else 1e-5
-    assert_near(given, Runner("triton", "cpu"), close=close, floor=1e-5)
-
-
-@pytest.mark.gpu
-@hypothesis.settings(max_examples=40)
-@hypothesis.given(data=st.data())
-def test_random_buckets(data):
-    width, dtype = data.draw(st.sampled_from([(256, torch.float32), (100, torch.bfloat16)]))
-    sizes = data.draw(st.lists(st.sampled_from([1, 65, 254, 255, 5000, 40_000]), min_size=1, max_size=3))
-    options = {"hot": data.draw(st.sampled_from([0, 0.9])), "scale": data.draw(st.sampled_from([1.0, 16.0]))}
-    assert_near(problem(data.draw(st.integers(0, 3000)), width, sizes, dtype, **options), ON_GPU)
 
 
 def sums_by_list(values, order, lengths):
@@ -200,32 +193,6 @@ def test_a_bucket_outside_of_the_table_adds_nothing_and_gets_nothing(runner):
     (gradient,) = torch.autograd.grad(out, table, cotangent)
     torch.testing.assert_close(gradient[1], cotangent[2] + cotangent[5])
     assert not gradient[[0, 2]].any()
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-def test_views_and_a_transposed_gradient(runner):
-    joint, table = (torch.randn(n, 20, device=runner.device, requires_grad=True) for n in (30, 5))
-    buckets = torch.randint(5, (30,), device=runner.device)
-    cotangent, pairs = torch.randn(8, 30, device=runner.device).t(), []
-    for backend in (runner.backend, "reference"):
-        out = bucket_embedding(joint[:, 4:12], [table[:, ::2][:, :8]], [buckets], scale=3.0, backend=backend)
-        pairs.append([out, *torch.autograd.grad(out, (joint, table), cotangent)])
-    harness.assert_close(*pairs, 1e-5)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("rows", [0, 40])
-def test_the_library_op(rows, runner, monkeypatch):
-    from recsys.ops.bucket_embedding import triton as triton_ops
-
-    if runner.is_interpreted:
-        monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
-    values = torch.randn(rows, 6, device=runner.device)
-    buckets = torch.randint(5, (rows,), device=runner.device)
-    harness.opcheck(triton_ops.sum_by_bucket_triton, (values, buckets, 5))
-    got = triton_ops.sum_by_bucket_triton(values, buckets, 5)
-    want = torch.zeros(5, 6, device=runner.device).index_add(0, buckets, values)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 test_in_the_interpreter = harness.interpreter_test(__file__)

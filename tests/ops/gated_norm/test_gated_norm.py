@@ -1,5 +1,6 @@
 """`gated_norm` against the formulas, row by row, its kernels against float64, and its random numbers."""
 
+import itertools
 import math
 
 import hypothesis
@@ -9,15 +10,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.ops import gated_norm
 from recsys.ops.gated_norm import reference as counter
 from tests.ops import harness
-from tests.ops.harness import Problem, Runner, assert_is, assert_near, gradients, runners
-from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
+from tests.ops.harness import Case, OpTests, Problem, Runner, assert_near, gradients
 
 SEED = torch.tensor([-123_456_789_012_345_678])
-ON_GPU = Runner("triton", "cuda")
+GATES = ("ugn", "concat")
+SMALL = {"gated_norm.triton": {"ENTRIES": 256, "WORKERS_PER_PROCESSOR": 1}}
+"""Several blocks a worker in the interpreter."""
 
 
 def inputs(rows, width, dtype=torch.float64, seed=0):
@@ -67,27 +68,6 @@ def problem(rows, width, dtype=torch.float64, **options) -> Problem:
     given = dict(zip(("attended", "u", "weight", "bias"), inputs(rows, width), strict=True))
     wide = torch.promote_types(dtype, torch.float32)
     return Problem("gated_norm", gated_norm, given, options).cast(dtype, weight=wide, bias=wide)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("gate", ["ugn", "concat"])
-@pytest.mark.parametrize("num_groups", [1, 3])
-@pytest.mark.parametrize("rows", [1, 7])
-def test_output_and_all_gradients_are_those_of_the_formulas(rows, num_groups, gate, dropout):
-    options = {"num_groups": num_groups, "eps": 1e-3, "gate": gate, "dropout": dropout, "seed": SEED}
-    assert_is(problem(rows, 6, **options), by_rows)
-
-
-@pytest.mark.parametrize("num_groups", [1, 4])
-def test_it_is_what_the_modules_of_a_layer_compute(num_groups):
-    a, u, weight, bias = inputs(9, 16, torch.float32)
-    norm = LayerNorm(16) if num_groups == 1 else HeadNorm(num_groups, 4)
-    norm.weight, norm.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
-    gated = u * norm(a)
-    concat = gated_norm(a, u, weight, bias, num_groups=num_groups)
-    torch.testing.assert_close(concat, torch.cat([u, a, gated], dim=1))
-    plain = gated_norm(a, u, weight, bias, num_groups=num_groups, gate="ugn")
-    torch.testing.assert_close(plain, gated)
 
 
 @hypothesis.given(st.integers(-(2**63), 2**63 - 1), st.floats(0, 0.999))
@@ -164,19 +144,18 @@ class Gate(nn.Module):
 
 
 def test_a_compiled_graph_is_traced_once_and_draws_anew():
+    """Numbers of the module turn into constants, which may count as a second trace."""
     counts, gate = CompileCounterWithBackend("aot_eager"), Gate()
     compiled = torch.compile(gate, backend=counts, fullgraph=True, dynamic=True)
     traced = []
-    for rows in (50, 9, 33):
+    for rows in (50, 9):
         leaves = inputs(rows, 6)
         got, want = compiled(*leaves, SEED), gate(*leaves, SEED)
         torch.testing.assert_close(got, want)
         harness.assert_close(gradients([got], leaves), gradients([want], leaves), 1e-7)
         traced.append(counts.frame_count)
-    assert traced[0] == traced[-1]  # the first may count twice: numbers of the module turned into constants
-    leaves = inputs(50, 6)
-    first, second = (compiled(*leaves) for _ in range(2))
-    assert not torch.equal(first, second)
+    assert traced[0] == traced[-1]
+    assert not torch.equal(*(compiled(*inputs(50, 6)) for _ in range(2)))
 
 
 def arguments(**changes):
@@ -211,109 +190,75 @@ test_wrong_arguments_are_named = harness.refused(gated_norm, arguments, WRONG)
 # --- the kernels ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Several blocks a worker in the interpreter."""
-    if INTERPRETED:
-        from recsys.ops.gated_norm import triton as triton_ops
-
-        harness.shrink(monkeypatch, triton_ops, ENTRIES=256, WORKERS_PER_PROCESSOR=1)
+def case(rows, width, dtype, gate="concat", dropout=0.2, **options) -> Case:
+    """The norm of a single number is 0, with a slope of 1 / sqrt(eps): rounding shows."""
+    floor = 1e-3 if width == options.get("num_groups", 1) else 1e-5
+    near = {"close": 1e-4 if dtype == torch.float32 else None, "floor": floor, "slack": floor}
+    return Case(problem, rows, width, dtype, gate=gate, dropout=dropout, seed=SEED, near=near, **options)
 
 
-def assert_right(given, runner, floor=1e-5, **tolerance):
+@st.composite
+def random_cases(draw) -> Case:
+    groups = draw(st.sampled_from([1, 2, 4]))
+    width = groups * draw(st.sampled_from([1, 16, 33, 64, 100, 256, 1000, 1024]))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    options = {"gate": draw(st.sampled_from(GATES)), "dropout": draw(st.sampled_from([0.0, 0.1, 0.5]))}
+    return case(draw(st.integers(1, 3000)), width, dtype, num_groups=groups, **options)
+
+
+def assert_right(given: Problem, runner: Runner, **near) -> None:
     """Near float64; dropped entries are 0, and those that stay are not, unless they are almost 0 anyway."""
-    compared = assert_near(given, runner, floor=floor, slack=floor, **tolerance)
+    compared = assert_near(given, runner, **near)
     ours, exact = compared.ours[0], compared.exact[0]
-    if given.options.get("dropout") and ours.numel():
+    if given.options["dropout"] and ours.numel():
         kept = counter.kept(SEED, *ours.shape, given.options["dropout"]).to(ours.device)
         assert not ours[~kept].any()
         assert ours[kept & (exact.abs() > 1e-3)].all()
 
 
-@pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("gate", ["ugn", "concat"])
-@pytest.mark.parametrize(
-    ("rows", "width", "groups"),
-    # Within a block, over several blocks and workers, one row, one column a group, no row.
-    [(7, 6, 1), (300, 20, 2), (1, 33, 1), (70, 3, 3), (5, 130, 1), (0, 6, 2)],
-)
-def test_output_and_gradients(rows, width, groups, gate, dropout, runner):
-    options = {"num_groups": groups, "eps": 1e-3, "gate": gate, "dropout": dropout, "seed": SEED}
-    assert_right(problem(rows, width, torch.float32, **options), runner, close=1e-4)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("gate", ["ugn", "concat"])
-def test_16_bits_with_float32_parameters(gate, runner):
-    options = {"gate": gate, "num_groups": 2, "dropout": 0.2, "seed": SEED}
-    assert_right(problem(60, 24, runner.half, **options), runner, floor=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [4096, 2000])
-def test_wide_rows(width):
-    assert_right(problem(77, width, torch.bfloat16, dropout=0.2, seed=SEED), ON_GPU)
-
-
-@pytest.mark.gpu
-@hypothesis.settings(max_examples=50)
-@hypothesis.given(data=st.data())
-def test_random_shapes(data):
-    groups = data.draw(st.sampled_from([1, 2, 4]))
-    width = groups * data.draw(st.sampled_from([1, 16, 33, 64, 100, 256, 1000, 1024]))
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-    options = {"num_groups": groups, "gate": data.draw(st.sampled_from(["ugn", "concat"])), "seed": SEED}
-    options["dropout"] = data.draw(st.sampled_from([0.0, 0.1, 0.5]))
-    # The norm of a single number is 0, with a slope of 1 / sqrt(eps) = 1000: rounding shows.
-    floor = 1e-3 if width == groups else 1e-5
-    given = problem(data.draw(st.integers(1, 3000)), width, dtype, **options)
-    assert_right(given, ON_GPU, floor=floor)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-def test_views_of_one_projection_and_a_transposed_gradient(runner):
-    joint = torch.randn(50, 36, device=runner.device, requires_grad=True)
-    weight, bias = torch.randn(2, 12, device=runner.device)
-    cotangent = torch.randn(12, 50, device=runner.device).t()
-    grads = []
-    for backend in (runner.backend, "reference"):
-        a, u, _ = joint.split(12, dim=1)
-        out = gated_norm(a, u, weight, bias, gate="ugn", backend=backend)
-        grads += torch.autograd.grad(out, joint, cotangent)
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-
-
-@interpreted
-def test_nothing_is_written_past_the_last_row(monkeypatch):
-    with harness.guarded_memory(monkeypatch) as buffers:
-        harness.results(problem(33, 20, torch.float32, num_groups=2), Runner("triton", "cpu"))
-    assert len(buffers) == 5
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("rows", [0, 40])
-def test_the_library_ops(rows, runner, monkeypatch):
-    """Schemas, shapes without numbers and gradients through the library, on which a compiler relies."""
+def library(device):
     from recsys.ops.gated_norm import triton as triton_ops
 
-    if runner.is_interpreted:
-        monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
-    given = [t.to(runner.device, torch.float32).detach().requires_grad_() for t in inputs(rows, 12)]
-    cotangent = torch.randn(rows, 36, device=runner.device)
-    for seed, dropout in ((None, 0.0), (SEED.to(runner.device), 0.4)):
+    for rows, seed, dropout in ((0, None, 0.0), (40, None, 0.0), (40, SEED.to(device), 0.4)):
+        given = [tensor.detach().to(device, torch.float32).requires_grad_() for tensor in inputs(rows, 12)]
         arguments = (*given, seed, 2, 1e-6, True, dropout, False)
-        harness.opcheck(triton_ops.gated_norm_triton, arguments, differentiable=True)
+        yield triton_ops.gated_norm_triton, arguments, True
+        cotangent = torch.randn(rows, 36, device=device)
         detached = (cotangent, *(tensor.detach() for tensor in given), *arguments[4:])
-        harness.opcheck(triton_ops.gated_norm_triton_backward, detached)
+        yield triton_ops.gated_norm_triton_backward, detached, False
         options = {"num_groups": 2, "dropout": dropout, "seed": seed, "backend": "triton"}
         outs = (triton_ops.gated_norm_triton(*arguments), gated_norm(*given, **options))
         harness.assert_equal(*(torch.autograd.grad(out, given, cotangent) for out in outs))
 
 
+WAYS = list(itertools.product(GATES, (0.0, 0.4)))
+# Within a block, one row, one column a group, no row.
+SHAPES = [(7, 6, 1), (1, 33, 1), (70, 3, 3), (5, 130, 1), (0, 6, 2)]
+TESTS = OpTests(
+    compare=assert_right,
+    expected=by_rows,
+    exact=[
+        Case(problem, rows, 6, num_groups=groups, eps=1e-3, gate=gate, dropout=dropout, seed=SEED)
+        for rows, groups in ((1, 3), (7, 1), (7, 3))
+        for gate, dropout in WAYS
+    ],
+    # Over several blocks and workers in every way, other shapes in one way each.
+    kernels=[case(300, 20, torch.float32, *way, num_groups=2, eps=1e-3) for way in WAYS]
+    + [
+        case(rows, width, torch.float32, *way, num_groups=groups, eps=1e-3)
+        for (rows, width, groups), way in zip(SHAPES, WAYS[::-1] + WAYS, strict=False)
+    ],
+    halves=[lambda half, gate=gate: case(60, 24, half, gate, num_groups=2) for gate in GATES],
+    strided=case(50, 12, torch.float32, "ugn", 0.0),
+    guarded=case(33, 20, torch.float32, num_groups=2, dropout=0.0),
+    on_gpus=[case(77, width, torch.bfloat16) for width in (4096, 2000)],
+    random=random_cases(),
+    library=library,
+    wrapped=["gated_norm.triton"],
+)
+
+
 @pytest.mark.gpu
 def test_nothing_waits_for_a_seed():
-    harness.assert_nothing_waits(problem(500, 128, torch.bfloat16, dropout=0.2), ON_GPU)
-
-
-test_in_the_interpreter = harness.interpreter_test(__file__)
+    given = problem(500, 128, torch.bfloat16, dropout=0.2)
+    harness.assert_nothing_waits(given, Runner("triton", "cuda"))

@@ -1,7 +1,7 @@
 """The Hopper kernels compiled and assembled for sm_90a, without a GPU: registers, instructions, their order.
 
-The mask with everything in it, other sizes to choose from, and kernels of heads of 64, whose loops are those
-of wider heads, with `--slow`. Skips without Triton.
+Each kernel once, with the sizes of heads of 128, the forward one in `hopper/test_packaged.py`. With `--slow`
+all sizes, the mask with everything in it, and groups of targets. Skips without Triton.
 """
 
 import re
@@ -25,39 +25,26 @@ MASKS = {
     "causal": AttentionMask(),
     "everything": AttentionMask(130, 70, True, 5),
 }
-MASKED = [pytest.param(name, marks=[pytest.mark.slow] * (name != "causal")) for name in MASKS]
+MASKED = ["causal", pytest.param("everything", marks=pytest.mark.slow)]
 OTHER_SIZES = [
     (64, SIZES[64]._replace(keys=128, stages=3)),
     (128, SIZES[128]._replace(keys=128, stages=2)),
 ]
 FORWARD = [*SIZES.items(), *LONG_SIZES.items()]
-NARROW = 64
-# `hopper/test_packaged.py` checks the same numbers of the short sizes, whose two strips hold rows of q in
-# registers, for 64 columns.
-ALWAYS = [(128, LONG_SIZES[128]), (256, SIZES[256])]
-FORWARD_CASES = [pytest.param(*sizes, "causal") for sizes in ALWAYS]
-FORWARD_CASES += [
-    pytest.param(*sizes, "causal", marks=pytest.mark.slow) for sizes in FORWARD if sizes not in ALWAYS
-]
-FORWARD_CASES += [pytest.param(*sizes, "everything", marks=pytest.mark.slow) for sizes in FORWARD]
-FORWARD_CASES += [pytest.param(*sizes, "causal", marks=pytest.mark.slow) for sizes in OTHER_SIZES]
-CANDIDATES = [*cached_launch.SIZES.items(), *cached_launch.LARGE_SIZES.items()]
-# Groups of targets change the loop of new keys only, in the same way for all sizes. Two strips of 64 columns
-# have the loops of those of 128.
-CANDIDATE_CASES = [
-    pytest.param(
-        *sizes,
-        grouped,
-        marks=[pytest.mark.slow] * (sizes == CANDIDATES[0] or grouped != (sizes == CANDIDATES[1])),
-    )
-    for sizes in CANDIDATES
-    for grouped in (False, True)
-]
+FORWARD_CASES = [(*sizes, "causal") for sizes in [*FORWARD, *OTHER_SIZES]]
+FORWARD_CASES += [(*sizes, "everything") for sizes in FORWARD]
+CANDIDATES = [(128, cached_launch.SIZES[128]), (64, cached_launch.SIZES[64])]
+CANDIDATES += cached_launch.LARGE_SIZES.items()
 
 
-def widths(table):
-    """Head widths of a table of sizes; the narrow one is slow."""
-    return [pytest.param(dim, marks=[pytest.mark.slow] * (dim == NARROW)) for dim in table]
+def first_of(cases):
+    """All but the first case are slow."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (number > 0)) for number, case in enumerate(cases)]
+
+
+def widths(table, *usual):
+    """Head widths of a table of sizes; all but the usual ones are slow."""
+    return [pytest.param(dim, marks=[pytest.mark.slow] * (dim not in usual)) for dim in table]
 
 
 def assembled(function, constants, rows, folder: Path, others: dict[str, str] | None = None) -> Assembled:
@@ -70,14 +57,14 @@ def assembled(function, constants, rows, folder: Path, others: dict[str, str] | 
 
 
 def registers_of(sizes) -> dict[str, int]:
-    return {
-        "COMPUTING_REGISTERS": sizes.computing_registers,
-        "LOADING_REGISTERS": sizes.loading_registers,
-    }
+    names = ("computing_registers", "loading_registers")
+    return {name.upper(): getattr(sizes, name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "sizes", "mask"), FORWARD_CASES)
 def test_the_forward_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
+    """`hopper/test_packaged.py` checks the code of one of these sizes each time."""
     constants = {"D": dim, "BLOCK_N": sizes.keys, "STAGES": sizes.stages, "STRIPS": sizes.strips}
     constants |= {"HELD": sizes.held, "Q_TILES": sizes.q_tiles}
     constants |= registers_of(sizes) | forward.rules(MASKS[mask])
@@ -104,7 +91,7 @@ def check_loop(loop, dim, keys):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", widths(backward.BACKWARD_SIZES))
+@pytest.mark.parametrize("dim", widths(backward.BACKWARD_SIZES, 128))
 def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path):
     sizes, keys = backward.BACKWARD_SIZES[dim], 64 * backward.BACKWARD_STRIPS
     constants = backward.constants_of(sizes, MASKS[mask]) | {"D": dim}
@@ -152,7 +139,7 @@ def check_assembled(made, dim, block, num_loops, num_masked):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", widths(two_pass.SIZES))
+@pytest.mark.parametrize("dim", widths(two_pass.SIZES, 128, 256))
 def test_tiles_of_keys_assembled(tmp_path, dim, mask):
     sizes = two_pass.SIZES[dim]
     chosen = {"D": dim, "BLOCK_M": sizes.rows, "STAGES": sizes.stages}
@@ -179,7 +166,7 @@ def test_tiles_of_keys_assembled(tmp_path, dim, mask):
 
 
 @pytest.mark.parametrize("mask", MASKED)
-@pytest.mark.parametrize("dim", widths(two_pass.SIZES))
+@pytest.mark.parametrize("dim", widths(two_pass.SIZES, 128))
 def test_tiles_of_rows_assembled(tmp_path, dim, mask):
     sizes = two_pass.SIZES[dim]
     chosen = {"D": dim, "BLOCK_N": sizes.keys, "K_STAGES": sizes.k_stages, "V_STAGES": sizes.v_stages}
@@ -195,7 +182,10 @@ def test_tiles_of_rows_assembled(tmp_path, dim, mask):
     assert "MUFU.TANH" in made.sass
 
 
-@pytest.mark.parametrize(("dim", "sizes", "grouped"), CANDIDATE_CASES)
+@pytest.mark.parametrize(
+    ("dim", "sizes", "grouped"),
+    first_of((*sizes, grouped) for grouped in (True, False) for sizes in CANDIDATES),
+)
 def test_candidates_fit_and_their_products_overlap(dim, sizes, grouped, tmp_path):
     constants = {"D": dim, "BLOCK_N": sizes.keys, "STAGES": sizes.stages, "STRIPS": sizes.strips}
     constants |= {"GROUPED": grouped} | registers_of(sizes)

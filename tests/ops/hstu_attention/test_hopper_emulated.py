@@ -14,32 +14,28 @@ from tests.tools.gluon_emulator import Block, Machine, Number, as_python, stand_
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
-SHAPES = [(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)]
+SHAPES = [(150, 3), (0, 2), (0, 0), (200, 0), (1, 140)]
 
 
 @pytest.mark.parametrize("dim", [64, 256])
-@pytest.mark.parametrize("length", [64, 1, 63, 65, 128, 129, 300])
+@pytest.mark.parametrize("length", [64, 1, 63, 65, 129])
 def test_one_causal_sample(length, dim):
     check([(length, 0)], dim=dim)
 
 
 @pytest.mark.parametrize(
     ("mask", "contextual"),
-    [(mask, CONTEXTUAL[i % 3]) for i, mask in enumerate(MASKS[::7])]
-    + [(EVERYTHING, contextual) for contextual in CONTEXTUAL]
-    + [(LONG_MASKS[0], 70)],
+    [(mask, CONTEXTUAL[i % 3]) for i, mask in enumerate(MASKS[::11])]
+    + [(EVERYTHING, 3), (EVERYTHING, 70), (LONG_MASKS[0], 70)],
     ids=str,
 )
 def test_masks(mask, contextual):
-    """The mask with everything in it meets each number of contextual tokens, the others one number each."""
+    """The mask with everything in it meets tokens that precede it within a tile and over several."""
     check(SHAPES, contextual, mask)
 
 
 @pytest.mark.parametrize(
-    ("mask", "contextual"),
-    [(mask, (3, 70, 0)[i % 3]) for i, mask in enumerate(MASKS[::20])]
-    + [(EVERYTHING, contextual) for contextual in (3, 130)],
-    ids=str,
+    ("mask", "contextual"), [(MASKS[20], 70), (EVERYTHING, 3), (EVERYTHING, 130)], ids=str
 )
 def test_masks_of_wide_heads(mask, contextual):
     """Gradients in two passes, by a kernel of their own for keys."""
@@ -48,17 +44,16 @@ def test_masks_of_wide_heads(mask, contextual):
 
 @pytest.mark.parametrize(
     ("mask", "contextual", "tail"),
-    [(mask, CONTEXTUAL[i % 3], (1, 70)[i % 2]) for i, mask in enumerate(MASKS[7::14])]
-    + [(LONG_MASKS[0], 3, 70), (EVERYTHING, 0, 1), (EVERYTHING, 70, 70)],
+    [(MASKS[7], 0, 70), (MASKS[35], 3, 1), (LONG_MASKS[0], 3, 70), (EVERYTHING, 0, 1), (EVERYTHING, 70, 70)],
     ids=str,
 )
 def test_only_the_newest_history_is_read(mask, contextual, tail):
     """Results are right where they are read, with all gradients of keys and values."""
-    check([(150, 3), (0, 2), (0, 0), (1, 140), (20, 20), (300, 5)], contextual, mask, tail=tail)
+    check([(0, 2), (0, 0), (1, 140), (200, 5)], contextual, mask, tail=tail)
 
 
 def test_only_the_newest_history_is_read_of_wide_heads():
-    check([(300, 5), (20, 0)], 3, AttentionMask(window=40, prefix=9), dim=256, tail=70)
+    check([(200, 5), (20, 0)], 3, AttentionMask(window=40, prefix=9), dim=256, tail=70)
 
 
 TILES = ((2, 1), (2, 2), (3, 1), (3, 2))
@@ -73,21 +68,20 @@ def test_sizes(block, tile):
     the rows of q and the output with all three."""
     strips, q_tiles = TILES[tile]
     sizes = forward.ForwardSizes(*BLOCKS[block], strips, (block + tile // 2) % 2 == 0, 160, 24, q_tiles)
-    for mask in (AttentionMask(window=100, prefix=10), CAUSAL):
-        check([(270, 5), (3, 0), (70, 60)], 2, mask, passes=("forward",), sizes=sizes)
+    mask = (AttentionMask(window=100, prefix=10), CAUSAL)[tile % 2]
+    check([(270, 5), (3, 0), (70, 60)], 2, mask, passes=("forward",), sizes=sizes)
 
 
 @pytest.mark.parametrize(("dim", "stages", "v_stages"), [(64, 2, 1), (64, 3, 2), (128, 2, 1), (128, 3, 2)])
 def test_sizes_of_the_backward_in_one_pass(dim, stages, v_stages):
     sizes = backward.BackwardSizes(64, stages, v_stages, 240, 24)
-    for mask in (AttentionMask(window=100, prefix=10), CAUSAL):
-        check([(270, 5), (3, 0), (70, 60)], 2, mask, dim, passes=("one pass",), backward_sizes=sizes)
+    mask = (AttentionMask(window=100, prefix=10), CAUSAL)[(stages + dim // 64) % 2]
+    check([(200, 5), (3, 0), (70, 60)], 2, mask, dim, passes=("one pass",), backward_sizes=sizes)
 
 
 @pytest.mark.parametrize("dim", two_pass.SIZES)
 def test_widths_heads_and_many_tiles(dim):
-    check([(140, 7), (90, 3), (200, 0), (1, 0)], 2, dim=dim, heads=2)
-    check([(160, 90), (0, 2), (20, 20)], 70, EVERYTHING, dim, passes=PASSES[2:])
+    check([(140, 7), (90, 3), (1, 0)], 2, EVERYTHING if dim == 128 else CAUSAL, dim, heads=2)
 
 
 @pytest.mark.parametrize(

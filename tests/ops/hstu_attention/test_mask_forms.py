@@ -93,15 +93,8 @@ def rows_of_key(mask, sample, token, end):
     return inside(in_kernel("rows_of_key")(token, end, length, *rules(mask, sample)), token).T
 
 
-FORMS = (
-    visible_pairs,
-    row_intervals,
-    column_intervals,
-    visible,
-    visible_from_keys,
-    keys_of_row,
-    rows_of_key,
-)
+FORMS = (visible_pairs, row_intervals, column_intervals)
+FORMS += (visible, visible_from_keys, keys_of_row, rows_of_key)
 
 
 @pytest.mark.parametrize("contextual", [0, 1, 3])
@@ -119,12 +112,11 @@ def ends_by_tile(intervals, tiles: int) -> list[tuple[tuple[int, int], ...]]:
 
 
 @pytest.mark.parametrize("keys", [False, True])
-@pytest.mark.parametrize("contextual", [0, 1, 3])
+@pytest.mark.parametrize("contextual", [0, 3])
 def test_intervals_of_a_tile_cover_what_it_sees_and_have_in_common_what_all_of_it_sees(contextual, keys):
     intervals_of = in_kernel("tile_intervals")
     for mask, sample in itertools.product(MASKS, samples(contextual, SHAPES)):
-        tokens = range(sample.length)
-        rows = table(sample, mask)
+        tokens, rows = range(sample.length), table(sample, mask)
         rows = [list(column) for column in zip(*rows, strict=True)] if keys else rows
         tiles = [(first, last) for first in tokens for last in range(first, min(first + 5, sample.length))]
         end, length = torch.tensor(contextual + sample.uih), torch.tensor(sample.length)
@@ -134,16 +126,11 @@ def test_intervals_of_a_tile_cover_what_it_sees_and_have_in_common_what_all_of_i
             hulls, common = intervals_of(first, last, before, end, length, *rules(mask, sample), keys)
             covers, shares = (ends_by_tile(intervals, len(behind)) for intervals in (hulls, common))
             for (low, high), covering, shared in zip(behind, covers, shares, strict=True):
-                columns = list(zip(*rows[low : high + 1], strict=True))
-                seen, covered = {j for j in tokens if any(columns[j])}, set()
-                for start, stop in covering:
-                    covered |= set(range(start, stop))
-                    assert stop == 0 or (start < stop and {start, stop - 1} <= seen)
-                assert seen <= covered, (mask, sample, low, high)
+                columns, where = list(zip(*rows[low : high + 1], strict=True)), (mask, sample, low, high)
+                seen = {j for j in tokens if any(columns[j])}
+                assert seen <= {j for start, stop in covering for j in range(start, stop)}, where
+                assert all(
+                    stop == 0 or (start < stop and {start, stop - 1} <= seen) for start, stop in covering
+                )
                 for start, stop in shared:
-                    assert stop <= start or all(map(all, columns[max(start, 0) : stop])), (
-                        mask,
-                        sample,
-                        low,
-                        high,
-                    )
+                    assert stop <= start or all(map(all, columns[max(start, 0) : stop])), where

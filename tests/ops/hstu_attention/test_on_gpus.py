@@ -8,7 +8,6 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch.fx.experimental import _config as fx_config
 
 from recsys.ops import AttentionMask, SequenceLayout, explain, hstu_attention
 from tests.ops import harness
@@ -251,8 +250,4 @@ def test_one_compiled_graph_for_all_sizes(runner, deterministic, widths):
 def test_one_exported_graph_for_all_sizes(runner):
     model = Attention(runner, deterministic=True)
     given = list(batches(runner, 64))
-    shapes = tuple({0: torch.export.Dim.AUTO} for _ in given[0])
-    with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):  # else not for a single sample
-        made = torch.export.export(model, given[0], dynamic_shapes=shapes).module()
-    for batch in given:
-        torch.testing.assert_close(made(*batch), model(*batch))
+    harness.assert_serves(harness.exported(model, given[0]).module(), model, given)

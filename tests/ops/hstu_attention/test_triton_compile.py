@@ -15,7 +15,8 @@ import torch
 from recsys import environment
 from recsys.ops import AttentionMask, CachedRelativeBias, SequenceLayout
 from recsys.ops.hstu_attention.block_sizes import BLOCKS, CHOSEN_WITH, SMALL_BLOCKS
-from tests.tools.assembled import SHARED_MEMORY, assembled, compile_kernel
+from tests.ops import harness
+from tests.tools.assembled import SHARED_MEMORY, assembled, compile_kernel, descriptor_type, needs_gluon
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
@@ -23,55 +24,36 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 TYPES = {2: ("bf16", torch.bfloat16), 4: ("fp32", torch.float32)}
-POINTERS = {
-    "items": "i64",
-    "position_table": "fp32",
-    "time_table": "fp32",
-    "time_edges": "i64",
-    "float_edges": "fp32",
-    "timestamps": "i64",
-    "behind": "fp32",
-    "key_bounds": "i64",
-    "next_timestamps": "i64",
-    "ahead": "fp32",
-    "row_bounds": "i64",
-    "cache_timestamps": "i64",
-    "cache_behind": "fp32",
-    "cache_bounds": "i64",
-    "ends": "i64",
-    "shifts": "i64",
-    "first_diagonal": "i64",
-    "position_partial": "fp32",
-    "time_partial": "fp32",
-    "position_sums": "fp32",
-    "time_sums": "fp32",
-}
-PACKED_POINTERS = {
-    "time_table": "i32",
-    "time_edges": "u8",
-    "float_edges": "i32",
-}
+NUMBERS = (
+    "items",
+    "time_edges",
+    "timestamps",
+    "key_bounds",
+    "next_timestamps",
+    "row_bounds",
+    "cache_timestamps",
+)
+NUMBERS += ("cache_bounds", "ends", "shifts", "first_diagonal")
+FLOATS = ("position_table", "time_table", "float_edges", "behind", "ahead", "cache_behind")
+FLOATS += ("position_partial", "time_partial", "position_sums", "time_sums")
+POINTERS = dict.fromkeys(NUMBERS, "i64") | dict.fromkeys(FLOATS, "fp32")
+PACKED_POINTERS = {"time_table": "i32", "time_edges": "u8", "float_edges": "i32"}
 OPERANDS = ("q", "k", "v", "cache_k", "cache_v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
-KERNELS = {
-    "forward": "forward_kernel",
-    "cached": "cached_kernel",
-    "split": "cached_kernel",
-    "keys": "keys_kernel",
-    "described": "forward_kernel",
-    "grad_k": "keys_kernel",
-    "grad_v": "keys_kernel",
-    "rows": "rows_kernel",
-    "tables": "diagonals_kernel",
-    "other_tables": "others_kernel",
-    "packed_forward": "forward_kernel",
-    "packed_described": "forward_kernel",
-    "packed_keys": "keys_kernel",
-    "packed_rows": "rows_kernel",
-    "packed_any_rows": "rows_kernel",
-    "packed_sums": "keys_kernel",
-    "packed_keys_by_pointers": "keys_kernel",
-    "packed_sums_by_pointers": "keys_kernel",
+KERNELS = {name: name for name in ("forward", "cached", "keys", "rows")} | {
+    "split": "cached",
+    "described": "forward",
+    "grad_k": "keys",
+    "grad_v": "keys",
+    "tables": "diagonals",
+    "other_tables": "others",
+    "packed_forward": "forward",
+    "packed_described": "forward",
+    "packed_rows": "rows",
+    "packed_any_rows": "rows",
 }
+KERNELS |= {f"packed_{name}{how}": "keys" for name in ("keys", "sums") for how in ("", "_by_pointers")}
+"""The kernel of each entry, less `_kernel`."""
+
 DESCRIBED = ("described", "packed_described", "packed_keys", "packed_rows", "packed_sums")
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
 SIZES |= {("other_tables", True): BLOCKS["tables", True]}
@@ -103,15 +85,10 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", capability=90)
 
     modules = {"cached": cached, "split": cached, "tables": table_kernels, "other_tables": table_kernels}
     module = modules.get(kernel, triton_kernels)
-    function = getattr(module, KERNELS[kernel])
+    function = getattr(module, f"{KERNELS[kernel]}_kernel")
     blocks = (SIZES if capability == 90 else SMALL_SIZES)[kernel, biased][width, itemsize]
-    constants = {"D": width, "V": width, "BLOCK_D": width, "BLOCK_V": width}
-    constants |= {
-        "BLOCK_M": blocks.rows,
-        "BLOCK_N": blocks.keys,
-        "BIASED": biased,
-        "FAST": itemsize == 2,
-    }
+    constants = dict.fromkeys(("D", "V", "BLOCK_D", "BLOCK_V"), width)
+    constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys, "BIASED": biased, "FAST": itemsize == 2}
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
     constants |= {"BUCKETS": 64, "DESCRIBED": kernel in DESCRIBED}
@@ -120,10 +97,8 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", capability=90)
     if blocks.max_registers is not None:
         constants["maxnreg"] = blocks.max_registers
     pointers = POINTERS | (PACKED_POINTERS if kernel.startswith("packed_") else {})
-    types = {name: f"*{dtype}" for name, dtype in pointers.items()} | {
-        "alpha": "fp32",
-        "inverse_scale": "fp32",
-    }
+    types = {name: f"*{dtype}" for name, dtype in pointers.items()}
+    types |= {"alpha": "fp32", "inverse_scale": "fp32"}
     types |= dict.fromkeys(OPERANDS, f"*{TYPES[itemsize][0]}")
     if kernel in DESCRIBED:
         rows = {"q": blocks.rows, "grad_out": blocks.rows, "k": blocks.keys, "v": blocks.keys}
@@ -163,9 +138,12 @@ def check_spills(made, width, itemsize):
         assert made.spills == 0, made.report
 
 
-COPIES = (("split", False), ("cached", True))
-"""Kernels that need fewer registers than the same kernel with a bias or with several programs per tile,
-`("split", True)`, and differ from `("cached", False)` in no further way."""
+COPIES = (("split", False), ("cached", True), ("keys", False), ("rows", False))
+"""Kernels that need fewer registers than the same kernel with a bias or with several programs per tile, such
+as `("split", True)`, and differ in no further way."""
+
+SMALL_COPIES = (("cached", False), ("rows", False))
+"""Kernels whose loops are those of `("forward", False)`."""
 
 
 @pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SIZES, COPIES))
@@ -177,7 +155,7 @@ def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width,
 
 
 @pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SMALL_SIZES, COPIES))
+@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SMALL_SIZES, SMALL_COPIES))
 def test_it_fits_into_other_gpus(kernel, biased, width, itemsize, capability, tmp_path):
     made = compiled(kernel, biased, width, itemsize, capability=capability)
     made = assembled(made, tmp_path, f"sm_{capability}")
@@ -223,16 +201,49 @@ def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel):
             assert f"warpsPerCTA = [{blocks.num_warps}, 1], instrShape = [16, {others}, 16]" in made, made
 
 
-def test_a_traced_graph_holds_the_kernels(monkeypatch):
+@needs_gluon
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_programs_of_the_gluon_kernel_share_a_processor_and_no_product_waits(every, dtype, tmp_path):
+    """Registers without spills, shared memory with that of the assembly, products under way at a time."""
+    from recsys.ops.hstu_attention.bias.hopper_kernel import BLOCKS, biased_kernel
+
+    constants = {"WINDOWED": every, "TARGET_WINDOW": False, "GROUPED": every, "CONTEXTUAL_READS": True}
+    constants |= assemblies_of("packed_sums", BLOCKS)
+    types = POINTERS | {"time_table": "i32", "near": "u8", "records": "i32"}
+    types = {name: f"*{kind}" for name, kind in (types | {"grad_k": dtype, "grad_v": dtype}).items()}
+    shown = [name for name in biased_kernel.arg_names if name.endswith("_desc")]
+    types |= dict.fromkeys(shown, descriptor_type(dtype, (1, 1, 64, 64)))
+    types |= {"rows_desc": descriptor_type("fp32", (1, 1, 64, 64)), "alpha": "fp32", "inverse_scale": "fp32"}
+    made = compile_kernel(biased_kernel, types, constants, tmp_path, other="i32")
+    program = assembled(made, tmp_path)
+    check_spills(program, 64, 2)
+    assert "serializ" not in program.report, program.report
+    (declared,) = re.findall(r"(\d+) bytes smem", program.report)
+    assert 2 * (made.metadata.shared + int(declared) + 1024) <= 228 * 1024
+    packed = re.findall(r"packed_element = 32 .*-> tensor<64x64x\w+, (#\w+)>", made.asm["ttgir"])
+    assert len(packed) == 2
+    (layout,) = {re.findall(rf"^{name} = (.*)$", made.asm["ttgir"], re.MULTILINE)[0] for name in packed}
+    assert "#ttg.nvidia_mma<{versionMajor = 3" in layout, layout
+    assert "warpsPerCTA = [4, 1], instrShape = [16, 64, 16]" in layout, layout
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+
+
+def layout_with(lengths, targets, contextual, rows):
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return SequenceLayout.trusted(lengths, offsets, targets, contextual, rows, rows, rows)
+
+
+def test_a_traced_graph_holds_the_kernels(compiling):
     """With sizes as symbols, for the compiler to embed; few nodes beside the work lists. Kernels: forward,
     keys, rows, two of the tables, and of the times one for each pair of block sizes."""
-    from torch._library.triton import set_wrap_triton_enabled
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     from recsys.ops.hstu_attention import triton as launch
     from recsys.ops.hstu_attention.problem import FlatProblem
 
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     rest = (2, 3, 1, False, 1, True, 0.1, 64.0, True)
 
     def both(q, *tensors):
@@ -243,44 +254,26 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
 
     q, lengths = torch.randn(101, 2, 64, dtype=torch.bfloat16), torch.tensor([50, 51])
     offsets, times = torch.tensor([0, 50, 101]), torch.zeros(101, dtype=torch.int64)
-    tables = (torch.zeros(2, 40), torch.zeros(2, 20))
-    with set_wrap_triton_enabled(True):
-        traced = make_fx(both, tracing_mode="symbolic")(
-            q, lengths, offsets, torch.zeros_like(lengths), *tables, times, times
-        )
-    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    tensors = (lengths, offsets, lengths * 0, torch.zeros(2, 40), torch.zeros(2, 20), times, times)
     sizes = [BLOCKS[kernel, True][64, 2] for kernel in ("forward", "keys", "rows", "tables")]
-    assert len(kernels) == 5 + len({(blocks.rows, blocks.keys) for blocks in sizes})
-    assert all(not isinstance(node.kwargs["grid"][0][0], int) for node in kernels)
-    assert len(traced.graph.nodes) < 1500
+    kernels = 5 + len({(blocks.rows, blocks.keys) for blocks in sizes})
+    assert len(harness.assert_traced(both, q, *tensors, kernels=kernels).nodes) < 1500
 
 
-def test_a_traced_graph_holds_the_cached_kernel(monkeypatch):
-    from torch._library.triton import set_wrap_triton_enabled
-    from torch.fx.experimental.proxy_tensor import make_fx
-
+def test_a_traced_graph_holds_the_cached_kernel(compiling):
     from recsys.ops.hstu_attention.cached import triton as triton_ops
 
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     mask = AttentionMask(window=2, prefix=3, target_window=True)
 
-    def attend(q, cache, lengths, offsets, cached, cache_offsets, *of_bias):
-        layouts = (
-            SequenceLayout.trusted(lengths, offsets, lengths // 2, 0, *[q.shape[0]] * 3),
-            SequenceLayout.trusted(cached, cache_offsets, cached * 0, 1, *[cache.shape[0]] * 2, 0),
-        )
+    def attend(q, cache, lengths, cached, *of_bias):
+        layout = layout_with(lengths, lengths // 2, 0, q.shape[0])
+        cache_layout = layout_with(cached, cached * 0, 1, cache.shape[0])
         bias = CachedRelativeBias(*of_bias)
-        problem = triton_ops.CachedProblem(layouts[0], mask, 0.1, 64.0, bias, cache_layout=layouts[1])
+        problem = triton_ops.CachedProblem(layout, mask, 0.1, 64.0, bias, cache_layout=cache_layout)
         return triton_ops.forward(q, q, q, cache, cache, problem, torch.library.wrap_triton)
 
     q, cache = (torch.randn(rows, 2, 64, dtype=torch.bfloat16) for rows in (101, 307))
-    lengths = (torch.tensor([50, 51]), torch.tensor([0, 50, 101]))
-    cached = (torch.tensor([107, 200]), torch.tensor([0, 107, 307]))
+    lengths, cached = torch.tensor([50, 51]), torch.tensor([107, 200])
     times = (torch.zeros(rows, dtype=torch.int64) for rows in (101, 101, 307))
-    with set_wrap_triton_enabled(True):
-        traced = make_fx(attend, tracing_mode="symbolic")(
-            q, cache, *lengths, *cached, torch.zeros(2, 40), torch.zeros(2, 20), *times
-        )
-    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 3 and all(not isinstance(node.kwargs["grid"][0][0], int) for node in kernels)
-    assert len(traced.graph.nodes) < 800
+    tensors = (q, cache, lengths, cached, torch.zeros(2, 40), torch.zeros(2, 20), *times)
+    assert len(harness.assert_traced(attend, *tensors, kernels=3).nodes) < 800

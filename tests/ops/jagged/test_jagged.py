@@ -9,22 +9,15 @@ from recsys.ops import gather_rows, segment_sum
 from recsys.ops.jagged import GatherFacts
 from recsys.ops.runtime import dispatch
 from tests.ops import harness
-from tests.ops.harness import REFERENCE, Problem, Runner, assert_is, normal, results, runners
-from tests.tools.interpreter import WithNumbersOnly, between_poison, interpreted
-
-ON_GPU = Runner("triton", "cuda")
+from tests.ops.harness import REFERENCE, Case, OpTests, Problem, Runner, assert_is, normal, results, runners
+from tests.tools.interpreter import between_poison, interpreted
 
 everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
 by_kernels = pytest.mark.parametrize("runner", runners("triton"))
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Several programs, and rows in several blocks of columns, in the interpreter."""
-    if harness.INTERPRETED:
-        from recsys.ops.jagged import triton as triton_ops
-
-        harness.shrink(monkeypatch, triton_ops, BLOCK_BYTES=256, LONGEST_BLOCK=16, SHORTEST_BLOCK=8)
+SMALL = {"jagged.triton": {"BLOCK_BYTES": 256, "LONGEST_BLOCK": 16, "SHORTEST_BLOCK": 8}}
+"""Several programs, and rows in several blocks of columns, in the interpreter."""
 
 
 def gathered(index, backend, inverse=None, **sources):
@@ -64,33 +57,30 @@ def problem(sizes, lengths, width, dtype=torch.float64, *, seed=0, ids=torch.int
     return Problem("gather_rows", gathered, sources, options).cast(dtype)
 
 
-def check(given: Problem, runner: Runner) -> None:
+def check(given: Problem, runner: Runner, view=None) -> None:
     """The reference is the loops in float64; kernels have its bits: sums over maps are rounded once."""
     if runner == REFERENCE:
         assert_is(given, by_lists, close=1e-14)
     else:
-        harness.assert_equal(
-            [result.cpu() for result in results(given, runner)], results(given, Runner("reference", "cpu"))
-        )
+        harness.assert_equal([made.cpu() for made in results(given, runner, view)], results(given, REFERENCE))
 
 
 @everywhere
-@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(max_examples=40, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3),
     width=st.sampled_from([(), (1,), (3, 2), (16,), (24,), (40,), (0,)]),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
-    narrow=st.booleans(),
+    types=st.tuples(*map(st.sampled_from, ([torch.float32, torch.float16], [torch.int32, torch.int64]))),
     known=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_rows_go_where_the_maps_say_and_gradients_come_back(
-    sizes, lengths, width, dtype, narrow, known, seed, runner
+    sizes, lengths, width, types, known, seed, runner
 ):
     if runner.device == "cuda":  # few artefacts: one for each width and size of a number, and sources
         sizes, lengths, width = [99 * size for size in sizes[:3]], [99 * n for n in lengths], (256,)
-    ids = torch.int32 if narrow else torch.int64
+    dtype, ids = types
     check(problem(sizes, lengths, width, dtype, seed=seed, ids=ids, known=known), runner)
 
 
@@ -133,37 +123,31 @@ def test_a_row_that_is_none_is_zeros_and_no_memory_of_others(runner):
     assert torch.equal(out, torch.stack([zeros, values[5], zeros, zeros, values[0]]))
 
 
-@interpreted
-def test_nothing_is_written_past_the_last_row(monkeypatch):
+def library(device):
     from recsys.ops.jagged import triton as triton_ops
 
-    given = torch.randn(33, 20)
-    index, places = torch.randint(33, (50,)), torch.randint(-1, 33, (2, 41))
-    with harness.guarded_memory(monkeypatch) as buffers:
-        triton_ops.launch_gather([given], index)
-        triton_ops.launch_sum(given, places, 41)
-    assert len(buffers) == 2
+    for num_maps, known in ((1, False), (1, True), (2, False), (2, True)):
+        values = [torch.randn(size, 6, device=device, requires_grad=True) for size in (7, 3)]
+        maps = [torch.tensor(rows, device=device) for rows in ([9, 4, -1, 0], [2, 9, 8])][:num_maps]
+        sizes, index = [len(rows) for rows in maps], torch.cat(maps)
+        places, cotangent = (
+            triton_ops.invert_each(index, sizes, 10),
+            torch.randn(len(index), 6, device=device),
+        )
+        arguments = (values, index, places if known else None, sizes)
+        yield triton_ops.gather_rows_triton, arguments, True
+        yield triton_ops.gather_rows_triton_backward, (cotangent, places, 10), False
+        outs = (triton_ops.gather_rows_triton(*arguments), gather_rows(values, maps, backend="triton"))
+        harness.assert_equal(*(torch.autograd.grad(out, values, cotangent) for out in outs))
 
 
-@interpreted
-@pytest.mark.parametrize("num_maps", [1, 2])
-@pytest.mark.parametrize("known", [False, True])
-def test_the_library_ops(num_maps, known, monkeypatch):
-    """Schemas, shapes without numbers and gradients through the library: a compiler relies on them."""
-    from recsys.ops.jagged import triton as triton_ops
-
-    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
-    values = [torch.randn(size, 6, requires_grad=True) for size in (7, 3)]
-    maps = [torch.tensor([9, 4, -1, 0]), torch.tensor([2, 9, 8])][:num_maps]
-    sizes, index = [len(rows) for rows in maps], torch.cat(maps)
-    inverse = triton_ops.invert_each(index, sizes, 10) if known else None
-    arguments = (values, index, inverse, sizes)
-    harness.opcheck(triton_ops.gather_rows_triton, arguments, differentiable=True)
-    places, cotangent = triton_ops.invert_each(index, sizes, 10), torch.randn(len(index), 6)
-    harness.opcheck(triton_ops.gather_rows_triton_backward, (cotangent, places, 10))
-    outs = (triton_ops.gather_rows_triton(*arguments), gather_rows(values, maps, backend="triton"))
-    got, want = (torch.autograd.grad(out, values, cotangent) for out in outs)
-    harness.assert_equal(got, want)
+TESTS = OpTests(
+    compare=check,
+    strided=Case(problem, [33, 8], [50, 41], (20,), torch.float32),
+    guarded=Case(problem, [33], [50, 41], (20,), torch.float32),
+    library=library,
+    wrapped=["jagged.triton"],
+)
 
 
 @interpreted
@@ -176,7 +160,7 @@ def test_on_a_gpu_auto_takes_it_but_in_an_exported_graph():
 
 
 @by_kernels
-def test_views_odd_addresses_and_transposed_gradients(runner):
+def test_views_at_odd_addresses(runner):
     rows = 60 if runner.is_interpreted else 500
     joint = torch.randn(rows + 1, 3 * 256 + 1, device=runner.device).to(runner.half).requires_grad_()
     index = torch.randperm(rows, device=runner.device)
@@ -235,38 +219,28 @@ def segments(**changes):
     return {"values": torch.zeros(3, 1), "lengths": torch.tensor([3])} | changes
 
 
-ONE = torch.tensor([1])
+ONE, TWO, META = torch.tensor([1]), torch.zeros(2), torch.zeros(2, device="meta")
+OTHER_SHAPES = r"first size only, values\[1\] has shape \(2, 4\) of torch.float32, the first one \(2, 3\)"
+ONE_DIMENSION = r"inverse must have two dimensions, got shape \(2,\)"
 WRONG = [
-    ({"index": torch.zeros(2)}, TypeError, "index must be int64 or int32, got torch.float32"),
+    ({"index": TWO}, TypeError, "index must be int64 or int32, got torch.float32"),
     ({"index": ONE[None]}, ValueError, r"index must have one dimension, got shape \(1, 1\)"),
     ({"values": torch.zeros(())}, ValueError, "values must have at least one dimension"),
-    ({"values": torch.zeros(2, device="meta")}, ValueError, "index is on cpu, values on meta"),
-    (
-        {"values": [torch.zeros(2, 3), torch.zeros(2, 4)]},
-        ValueError,
-        r"first size only, values\[1\] has shape \(2, 4\) of torch.float32, the first one \(2, 3\)",
-    ),
-    (
-        {"values": [torch.zeros(2), torch.zeros(2).double()]},
-        ValueError,
-        r"values\[1\] has shape \(2,\) of torch.float64",
-    ),
+    ({"values": META}, ValueError, "index is on cpu, values on meta"),
+    ({"values": [torch.zeros(2, 3), torch.zeros(2, 4)]}, ValueError, OTHER_SHAPES),
+    ({"values": [TWO, TWO.double()]}, ValueError, r"values\[1\] has shape \(2,\) of torch.float64"),
     ({"values": []}, ValueError, "values must be a tensor or some of them"),
-    ({"index": [ONE, torch.zeros(1)]}, TypeError, r"index\[1\] must be int64 or int32, got torch.float32"),
+    ({"index": [ONE, TWO]}, TypeError, r"index\[1\] must be int64 or int32, got torch.float32"),
     (
-        {"inverse": torch.tensor([0])},
+        {"inverse": ONE},
         ValueError,
         r"inverse must have shape \[2\], a place for each row of values, got \(1,\)",
     ),
-    (
-        {"index": [ONE] * 2, "inverse": torch.tensor([-1, 0])},
-        ValueError,
-        r"inverse must have two dimensions, got shape \(2,\)",
-    ),
+    ({"index": [ONE] * 2, "inverse": torch.tensor([-1, 0])}, ValueError, ONE_DIMENSION),
 ]
 WRONG_SEGMENTS = [
     ({"lengths": torch.tensor([1, 1])}, ValueError, "lengths add up to 2, but values has 3 rows"),
-    ({"lengths": torch.zeros(2)}, TypeError, "lengths must be int32 or int64"),
+    ({"lengths": TWO}, TypeError, "lengths must be int32 or int64"),
     ({"values": torch.zeros(3, dtype=torch.int64)}, TypeError, "values must be floating point rows"),
 ]
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from recsys.ops import SequenceLayout, offsets_from_lengths
 from recsys.ops.jagged.layout import CONTEXTUAL, TARGET, UIH
-from recsys.ops.runtime import triton_support
-from tests.ops.harness import interpreter_test, runners, shrink
+from tests.ops.harness import interpreter_test, refused, runners
 from tests.tools.interpreter import INTERPRETED
 
 # Several programs of a kernel have the tokens of long samples, on a GPU too.
@@ -21,19 +20,16 @@ batches = st.tuples(st.integers(0, 3), st.lists(st.tuples(histories, targets), m
 
 everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
 drawn = hypothesis.settings(
-    max_examples=7 if INTERPRETED else 100,
+    max_examples=4 if INTERPRETED else 40,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Layouts take the kernels in the interpreter, with several programs."""
-    if INTERPRETED:
-        from recsys.ops.jagged import layout_kernels
-
-        shrink(monkeypatch, layout_kernels, LANES=16)
-        monkeypatch.setattr(triton_support, "has_kernels", lambda device: True)
+SMALL = {
+    "jagged.layout_kernels": {"LANES": 16},
+    "runtime.triton_support": {"has_kernels": lambda _: lambda device: True},
+}
+"""Layouts take the kernels in the interpreter, with several programs."""
 
 
 class Token(NamedTuple):
@@ -51,11 +47,9 @@ def tokens_of(contextual: int, shapes: list[tuple[int, int]]) -> list[Token]:
 
 
 def layout_of(contextual: int, shapes: list[tuple[int, int]], dtype=torch.int64) -> SequenceLayout:
-    lengths = [contextual + uih + targets for uih, targets in shapes]
-    num_targets = [targets for _, targets in shapes]
-    return SequenceLayout(
-        torch.tensor(lengths, dtype=dtype), torch.tensor(num_targets, dtype=dtype), contextual
-    )
+    columns = [(contextual + uih + targets, targets) for uih, targets in shapes]
+    lengths, num_targets = (torch.tensor([row[n] for row in columns], dtype=dtype) for n in (0, 1))
+    return SequenceLayout(lengths, num_targets, contextual)
 
 
 def placed(batch, runner, trusted=False) -> SequenceLayout:
@@ -65,20 +59,11 @@ def placed(batch, runner, trusted=False) -> SequenceLayout:
 
 
 def without_host_copy(layout: SequenceLayout) -> SequenceLayout:
-    return SequenceLayout.trusted(
-        layout.lengths,
-        layout.offsets,
-        layout.num_targets,
-        layout.num_contextual,
-        layout.total_len,
-        layout.max_len + 2,
-        layout.total_targets,
-    )
+    numbers = (layout.lengths, layout.offsets, layout.num_targets, layout.num_contextual)
+    return SequenceLayout.trusted(*numbers, layout.total_len, layout.max_len + 2, layout.total_targets)
 
 
-def assert_layout(
-    layout: SequenceLayout, contextual: int, shapes: list[tuple[int, int]], exact_max=True
-) -> None:
+def assert_layout(layout: SequenceLayout, contextual: int, shapes: list[tuple[int, int]], exact_max=True):
     tokens = tokens_of(contextual, shapes)
     lengths = [contextual + uih + targets for uih, targets in shapes]
     assert layout.num_contextual == contextual
@@ -94,6 +79,13 @@ def assert_layout(
     assert layout.sample_ids().tolist() == [token.sample for token in tokens]
     assert layout.positions().tolist() == [token.position for token in tokens]
     assert layout.kinds().tolist() == [token.kind for token in tokens] and layout.kinds().dtype == torch.int8
+
+
+def assert_taken(moved, batch, part, trusted, is_taken) -> None:
+    """A derived layout is that of `part`, and its index has the rows of the tokens that are taken."""
+    layout, index = moved
+    assert_layout(layout, *part, not trusted)
+    assert index.tolist() == [row for row, token in enumerate(tokens_of(*batch)) if is_taken(token)]
 
 
 @everywhere
@@ -127,83 +119,69 @@ def test_the_padded_index_points_at_each_token_once(batch):
     assert padded.valid.tolist() == [[row >= 0 for row in sample] for sample in expected]
 
 
+both_ways = pytest.mark.parametrize("trusted", [False, True])
+
+
 @everywhere
-@pytest.mark.parametrize("trusted", [False, True])
+@both_ways
 @drawn
 @hypothesis.given(batch=batches, tail_len=st.sampled_from([*range(8), 70]))
 def test_truncation_keeps_the_newest_events(trusted, batch, tail_len, runner):
     contextual, shapes = batch
     layout = placed(batch, runner, trusted)
-    kept, index = layout.truncate(tail_len)
+    kept = layout.truncate(tail_len)
     left = [(min(uih, tail_len), targets) for uih, targets in shapes]
-    assert_layout(kept, contextual, left, not trusted)
+
+    def is_kept(token):
+        return token.kind != UIH or shapes[token.sample][0] - (token.position - contextual) <= tail_len
+
+    assert_taken(kept, batch, (contextual, left), trusted, is_kept)
     if trusted:  # what is left out shall not be padded for, even where the given size was a bound
-        assert kept.max_len == max([2, *(contextual + uih + targets for uih, targets in left)])
-    expected = []
-    for row, token in enumerate(tokens_of(*batch)):
-        newer = shapes[token.sample][0] - (token.position - contextual)
-        if token.kind != UIH or newer <= tail_len:
-            expected.append(row)
-    assert index.tolist() == expected
-    again, index = kept.truncate(2)  # a layout that was derived knows its totals too
-    left = [(min(uih, 2), targets) for uih, targets in left]
-    assert_layout(again, contextual, left, not trusted)
+        assert kept.layout.max_len == max([2, *(contextual + uih + targets for uih, targets in left)])
+    again, index = kept.layout.truncate(2)  # a layout that was derived knows its totals too
+    assert_layout(again, contextual, [(min(uih, 2), targets) for uih, targets in left], not trusted)
     assert len(index) == again.total_len
-    assert layout.truncate(tail_len).layout is kept  # computed once for all who ask
+    assert layout.truncate(tail_len).layout is kept.layout  # computed once for all who ask
 
 
 @everywhere
-@pytest.mark.parametrize("trusted", [False, True])
-@drawn
-@hypothesis.given(batch=batches)
-def test_each_kind_can_be_cut_out_and_put_together_again(trusted, batch, runner):
-    contextual, shapes = batch
-    layout = placed(batch, runner, trusted)
-    rows = {kind: [] for kind in (CONTEXTUAL, UIH, TARGET)}
-    for row, token in enumerate(tokens_of(*batch)):
-        rows[token.kind].append(row)
-    parts = {
-        UIH: (layout.history_only(), 0, [(uih, 0) for uih, _ in shapes]),
-        TARGET: (layout.targets_only(), 0, [(0, targets) for _, targets in shapes]),
-    }
-    for kind, ((part, index), part_contextual, part_shapes) in parts.items():
-        assert_layout(part, part_contextual, part_shapes, exact_max=not trusted)
-        assert index.tolist() == rows[kind]
-    blocks = torch.tensor(rows[CONTEXTUAL] + rows[UIH] + rows[TARGET], dtype=torch.int64)
-    assert blocks[layout.assemble_index().cpu()].tolist() == list(range(layout.total_len))
-    assert layout.disassemble_index().tolist() == blocks.tolist()
-
-
-@everywhere
-@pytest.mark.parametrize("trusted", [False, True])
+@both_ways
 @drawn
 @hypothesis.given(batch=batches, start=st.sampled_from([*range(5), 40]), size=st.integers(0, 3))
-def test_targets_can_be_cut_off_and_in_slices(trusted, batch, start, size, runner):
+def test_each_kind_and_slices_of_targets_can_be_cut_out_and_put_together_again(
+    trusted, batch, start, size, runner
+):
     contextual, shapes = batch
-    layout = placed(batch, runner, trusted)
-    tokens = list(enumerate(tokens_of(*batch)))
-    prefix, index = layout.without_targets()
-    assert_layout(prefix, contextual, [(uih, 0) for uih, _ in shapes], not trusted)
-    assert index.tolist() == [row for row, token in tokens if token.kind != TARGET]
-    sliced, index = layout.targets_between(start, start + size)
-    assert_layout(sliced, 0, [(0, min(max(targets - start, 0), size)) for _, targets in shapes], not trusted)
-    expected = []
-    for row, token in tokens:
+    layout, history = placed(batch, runner, trusted), [(uih, 0) for uih, _ in shapes]
+    sliced = [(0, min(max(targets - start, 0), size)) for _, targets in shapes]
+
+    def is_in_slice(token):
         number = token.position - contextual - shapes[token.sample][0]
-        if token.kind == TARGET and start <= number < start + size:
-            expected.append(row)
-    assert index.tolist() == expected
+        return token.kind == TARGET and start <= number < start + size
+
+    for moved, part, is_taken in (
+        (layout.history_only(), (0, history), lambda token: token.kind == UIH),
+        (layout.targets_only(), (0, [(0, n) for _, n in shapes]), lambda token: token.kind == TARGET),
+        (layout.without_targets(), (contextual, history), lambda token: token.kind != TARGET),
+        (layout.targets_between(start, start + size), (0, sliced), is_in_slice),
+    ):
+        assert_taken(moved, batch, part, trusted, is_taken)
+    tokens = tokens_of(*batch)
+    blocks = [
+        row for kind in (CONTEXTUAL, UIH, TARGET) for row, token in enumerate(tokens) if token.kind == kind
+    ]
+    assert layout.disassemble_index().tolist() == blocks
+    assert [blocks[row] for row in layout.assemble_index().tolist()] == list(range(layout.total_len))
 
 
 @everywhere
-@pytest.mark.parametrize("trusted", [False, True])
+@both_ways
 @drawn
 @hypothesis.given(batch=batches, numbers=st.lists(st.integers(0, 99), max_size=7))
 def test_samples_are_selected_in_any_order(trusted, batch, numbers, runner):
     contextual, shapes = batch
     samples = [number % len(shapes) for number in numbers] if shapes else []
-    layout = placed(batch, runner, trusted)
-    selected, index = layout.select(samples)
+    selected, index = placed(batch, runner, trusted).select(samples)
     assert_layout(selected, contextual, [shapes[sample] for sample in samples], not trusted)
     tokens = list(enumerate(tokens_of(*batch)))
     assert index.tolist() == [row for sample in samples for row, token in tokens if token.sample == sample]
@@ -286,47 +264,32 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (([3, 2],), TypeError, "lengths must be an int32 or int64 tensor, got list"),
-        (
-            (torch.ones(2),),
-            TypeError,
-            "lengths must be an int32 or int64 tensor, got a tensor of torch.float32",
-        ),
-        ((ints(3, 2)[None],), ValueError, r"lengths must have one dimension, got shape \(1, 2\)"),
-        ((ints(3, -2, -4),), ValueError, r"lengths must be >= 0, but lengths\[1\] = -2"),
-        ((ints(3, 2), ints(1, -1)), ValueError, r"num_targets must be >= 0, but num_targets\[1\] = -1"),
-        ((ints(3, 2), ints(1)), ValueError, "num_targets must have one entry a sample: 1 for 2 lengths"),
-        ((ints(3, 2), torch.ones(2)), TypeError, "num_targets must be an int32 or int64 tensor"),
-        ((ints(3, 2), None, -1), ValueError, "num_contextual must be >= 0, got -1"),
-        ((ints(3, 2), None, 1.0), TypeError, "num_contextual must be an int, got float"),
-        (
-            (ints(9, 3), ints(1, 2), 2),
-            ValueError,
-            r"sample 1 has lengths\[1\] = 3 tokens, fewer than num_contextual = 2 plus num_targets\[1\] = 2",
-        ),
-        ((ints(2**62, 2**62),), ValueError, r"lengths must add up to less than 2\*\*63"),
-    ],
-)
-def test_contradictions_name_the_sample(arguments, error, message):
-    with pytest.raises(error, match=message):
-        SequenceLayout(*arguments)
+SMALL_SUM = r"sample 1 has lengths\[1\] = 3 tokens, fewer than num_contextual = 2 plus num_targets\[1\] = 2"
+FLOATS = "lengths must be an int32 or int64 tensor, got a tensor of torch.float32"
+WRONG = [
+    ({"lengths": [3, 2]}, TypeError, "lengths must be an int32 or int64 tensor, got list"),
+    ({"lengths": torch.ones(2)}, TypeError, FLOATS),
+    ({"lengths": ints(3, 2)[None]}, ValueError, r"lengths must have one dimension, got shape \(1, 2\)"),
+    ({"lengths": ints(3, -2, -4)}, ValueError, r"lengths must be >= 0, but lengths\[1\] = -2"),
+    ({"num_targets": ints(1, -1)}, ValueError, r"num_targets must be >= 0, but num_targets\[1\] = -1"),
+    ({"num_targets": ints(1)}, ValueError, "num_targets must have one entry a sample: 1 for 2 lengths"),
+    ({"num_targets": torch.ones(2)}, TypeError, "num_targets must be an int32 or int64 tensor"),
+    ({"num_contextual": -1}, ValueError, "num_contextual must be >= 0, got -1"),
+    ({"num_contextual": 1.0}, TypeError, "num_contextual must be an int, got float"),
+    ({"lengths": ints(9, 3), "num_targets": ints(1, 2), "num_contextual": 2}, ValueError, SMALL_SUM),
+    ({"lengths": ints(2**62, 2**62)}, ValueError, r"lengths must add up to less than 2\*\*63"),
+]
+WRONG_OFFSETS = [
+    ({"offsets": ints()}, ValueError, r"offsets must have B \+ 1 entries and start at 0, got \[\]"),
+    ({"offsets": ints(1, 3)}, ValueError, r"offsets must have B \+ 1 entries and start at 0, got \[1, 3\]"),
+    ({"offsets": ints(0, 3, 2)}, ValueError, "offsets must not decrease, but sample 1 runs from 3 to 2"),
+    ({"offsets": ints(0, 3, 5), "total_len": 6}, ValueError, "offsets end at 5, but total_len = 6"),
+]
 
-
-@pytest.mark.parametrize(
-    ("offsets", "total_len", "message"),
-    [
-        (ints(), None, r"offsets must have B \+ 1 entries and start at 0, got \[\]"),
-        (ints(1, 3), None, r"offsets must have B \+ 1 entries and start at 0, got \[1, 3\]"),
-        (ints(0, 3, 2), None, "offsets must not decrease, but sample 1 runs from 3 to 2"),
-        (ints(0, 3, 5), 6, "offsets end at 5, but total_len = 6"),
-    ],
+test_contradictions_name_the_sample = refused(
+    SequenceLayout, lambda **changes: {"lengths": ints(3, 2)} | changes, WRONG
 )
-def test_offsets_that_cannot_be_are_refused(offsets, total_len, message):
-    with pytest.raises(ValueError, match=message):
-        SequenceLayout.from_offsets(offsets, total_len=total_len)
+test_offsets_that_cannot_be_are_refused = refused(SequenceLayout.from_offsets, dict, WRONG_OFFSETS)
 
 
 def test_a_negative_tail_is_refused():

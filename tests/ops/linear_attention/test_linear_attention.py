@@ -8,9 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.export import Dim
-from torch.fx.experimental import _config as fx_config
 from torch.nn import functional as F
 
 from recsys.ops import SequenceLayout, linear_attention, offsets_from_lengths
@@ -19,32 +16,24 @@ from tests.ops import harness
 from tests.ops.cases import layout_of, samples
 from tests.ops.harness import (
     REFERENCE,
+    Case,
+    OpTests,
     Problem,
     Runner,
     assert_is,
-    assert_near,
     gradients,
     normal,
     results,
     runners,
-    shrink,
 )
-from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
 
 HEADS, DIM, V_DIM = 2, 3, 5
 RAGGED = [(37, 3), (0, 2), (15, 0), (5, 12), (0, 0)]
 LONG = [(700, 64), (1, 0), (2500, 5), (64, 1)]
 ON_GPU = Runner("triton", "cuda")
+SMALL = {"linear_attention.triton_launch": {"CHUNK": 16, "COLUMNS": 16, "SHORTEST_SEGMENT": 1}}
 WIDE = dict.fromkeys(("log_decay", "initial_state", "beta"), torch.float32)
 """Types beside tokens of 16 bits."""
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    if INTERPRETED:
-        from recsys.ops.linear_attention import triton_launch
-
-        shrink(monkeypatch, triton_launch, CHUNK=16, COLUMNS=16, SHORTEST_SEGMENT=1)
 
 
 def attend(q, k, v, log_decay, initial_state, layout, backend="auto", **rest):
@@ -97,32 +86,78 @@ def by_hand(q, k, v, log_decay, initial_state, layout, scale=None, beta=None):
     return torch.stack(out), torch.stack(final)
 
 
-FORMS = [
-    pytest.param({"per_head": per_head, "delta": delta}, id=f"{decay} decay{', delta rule' * delta}")
-    for per_head, decay in ((False, "channel"), (True, "head"))
-    for delta in (False, True)
-]
+FORMS = [{"per_head": per_head, "delta": delta} for per_head in (False, True) for delta in (False, True)]
 
 
-@pytest.mark.parametrize("contextual", [0, 1, 3])
-@pytest.mark.parametrize(
-    "shapes", [[(5, 2), (0, 3), (40, 0), (0, 0)], [(1, 0)], [(0, 4)], [(16, 1), (17, 0), (33, 2)]]
+def narrow(shapes, dims, dtype=torch.float32, **form) -> Problem:
+    """A problem for kernels; beside tokens of 16 bits decays and states are of 32."""
+    return problem(shapes, dims, **form).cast(dtype, **(WIDE if dtype.itemsize == 2 else {}))
+
+
+def scaled(shapes, contextual, scale=0.7, **form) -> Problem:
+    return problem(shapes, contextual=contextual, **form).with_options(scale=scale)
+
+
+def library(device):
+    """The numbers are those of the reference."""
+    from recsys.ops.linear_attention import triton as triton_ops
+
+    for delta in (False, True):
+        given = harness.on_device(narrow([(20, 2), (3, 0)], (16, 16), delta=delta), Runner("triton", device))
+        layout, tensors = given.options["layout"], given.tensors
+        leaves = [tensors[name].requires_grad_() if name in tensors else None for name in Inputs._fields]
+        arguments = (*leaves, layout.lengths, layout.offsets, layout.num_targets, 0.5)
+        yield triton_ops.linear_attention_triton, arguments, True
+        wanted = reference.run(Inputs(*leaves), layout, 0.5)
+        outputs = triton_ops.linear_attention_triton(*arguments)
+        present = [leaf for leaf in leaves if leaf is not None]
+        harness.assert_close(outputs, wanted, 1e-5)
+        harness.assert_close(*(gradients(results, present) for results in (outputs, wanted)), 1e-5)
+
+
+NEAR = {"close": 1e-5, "floor": 1e-5}
+# One sample, so that with the delta rule a program carries few columns of its state, in more blocks of keys
+# than of values.
+COLUMNS = [FORMS[0], FORMS[3]]
+TESTS = OpTests(
+    expected=by_hand,
+    exact=[
+        Case(scaled, shapes, contextual, **form)
+        for contextual, shapes in ((0, [(0, 4)]), (1, [(1, 0)]), (3, [(5, 2), (0, 3), (40, 0), (0, 0)]))
+        for form in FORMS[:2]
+    ]
+    + [Case(scaled, [(16, 1), (17, 0), (33, 2)], n, **form) for n, form in enumerate(FORMS[:2])]
+    + [Case(scaled, [(20, 2), (3, 1)], 1, scale, per_head=True) for scale in (None, 0.0)],
+    # Chunks and segments that are full, partial and missing, widths that are no powers of two.
+    kernels=[Case(narrow, RAGGED, (5, 18), **form, near=NEAR) for form in FORMS]
+    + [Case(narrow, [(20, 2)], (33, 5), **form, near=NEAR) for form in COLUMNS]
+    # A chunk of the interpreter's is cut into four blocks with decays to -12 and fully with stronger ones.
+    # The exponential of a negated sum would be infinite: exp(20 * 16). Among decays to -300 few are weak
+    # enough to count, and a difference of sums in float32 would have lost them.
+    + [
+        Case(narrow, [(20, 2)], (16, 16), delta=delta, strength=strength, near=NEAR)
+        for strength, delta in ((12.0, False), (12.0, True), (300.0, False), (300.0, True))
+    ]
+    # Factors stay below 65,504, though a chunk decays by more than that.
+    + [Case(narrow, [(37, 3)], (16, 18), torch.float16, strength=8.0, near={"floor": 2e-3})],
+    # Products take bfloat16, so an error may be that of three roundings.
+    on_gpus=[Case(narrow, LONG, (5, 18), **form, near=NEAR) for form in FORMS]
+    + [Case(narrow, [(70, 2)], (70, 33), **form, near=NEAR) for form in COLUMNS]
+    + [
+        Case(narrow, LONG, dims, torch.bfloat16, **form, near={"floor": 6e-3})
+        for dims in ((64, 64), (128, 128), (32, 96))
+        for form in FORMS
+    ],
+    library=library,
+    wrapped=["linear_attention.triton"],
 )
-@pytest.mark.parametrize("form", FORMS[:2])
-def test_outputs_states_and_all_gradients_are_those_of_the_recurrence(shapes, contextual, form):
-    assert_is(problem(shapes, contextual=contextual, **form).with_options(scale=0.7), by_hand, close=1e-10)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=4), st.integers(0, 2))
 def test_random_layouts(shapes, contextual):
     if shapes and contextual + sum(map(sum, shapes)):
         assert_is(problem(shapes, contextual=contextual), by_hand, close=1e-10)
-
-
-@pytest.mark.parametrize("scale", [None, 0.0])
-def test_a_decay_a_head_and_the_default_scale(scale):
-    assert_is(problem([(20, 2), (3, 1)], per_head=True).with_options(scale=scale), by_hand, close=1e-10)
 
 
 @pytest.mark.parametrize("shapes", [[], [(0, 0), (0, 0)]])
@@ -160,80 +195,15 @@ def test_narrow_types_are_summed_in_float32(dtype):
 
 
 @pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("form", FORMS)
-def test_kernels(form, runner):
-    """Chunks and segments that are full, partial and missing, widths that are no powers of two."""
-    shapes = RAGGED if runner.is_interpreted else LONG
-    narrow = problem(shapes, (5, 18), **form).cast(torch.float32)
-    assert_near(narrow, runner, close=1e-5, floor=1e-5)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]])
-def test_columns_in_more_blocks_of_keys_than_of_values(form, runner):
-    """One sample, so that with the delta rule a program carries few columns of its state."""
-    length, dims = (70, (70, 33)) if runner.device == "cuda" else (36, (33, 5))
-    narrow = problem([(length, 2)], dims, **form)
-    assert_near(narrow.cast(torch.float32), runner, close=1e-5, floor=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (32, 96)])
-def test_bfloat16_on_a_gpu(dims, form):
-    """Products take bfloat16, so an error may be that of three roundings."""
-    assert_near(problem(LONG, dims, **form).cast(torch.bfloat16, **WIDE), ON_GPU, floor=6e-3)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize(
-    ("strength", "delta"), [(12.0, False), (12.0, True), (40.0, False), (300.0, False), (300.0, True)]
-)
-def test_strong_decays(strength, delta, runner):
-    """A chunk of the interpreter's is cut into four blocks with decays to -12 and fully with stronger ones.
-
-    exp of a negated sum would be infinite: exp(20 * 16). Among decays to -300 few are weak enough to count,
-    and a difference of sums in float32 would have lost them.
-    """
-    narrow = problem([(20, 2)], (16, 16), delta=delta, strength=strength).cast(torch.float32)
-    assert_near(narrow, runner, close=1e-5, floor=1e-5)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-def test_float16(runner):
-    """Factors stay below 65,504, though a chunk decays by more than that."""
-    assert_near(problem([(37, 3)], (16, 18), strength=8.0).cast(torch.float16, **WIDE), runner, floor=2e-3)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3]])
 def test_a_decay_of_nothing_has_no_gradient(form, runner):
     """The first decay of a sample meets a state of zeros: in its gradient all pairs of tokens cancel, however
     their factors have been rounded."""
-    given = problem([(37, 3)], (16, 16), strength=0.5, **form)
+    given = problem([(20, 3)], (16, 16), strength=0.5, **form)
     given.tensors["initial_state"].zero_()
     values = results(given.cast(runner.half, **WIDE), runner)
     of_decays = values[2 + list(given.tensors).index("log_decay")]
     assert of_decays.abs().max() > 1 and of_decays[0].abs().max() < 1e-4
-
-
-@interpreted
-@pytest.mark.parametrize("delta", [False, True])
-def test_the_ops_of_traced_graphs(delta, monkeypatch):
-    """Schema, shapes without numbers and registered gradients; the numbers are those of the reference."""
-    from recsys.ops.linear_attention import triton as triton_ops
-
-    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
-    given = problem([(20, 2), (3, 0)], (16, 16), delta=delta).cast(torch.float32)
-    layout, tensors = given.options["layout"], given.tensors
-    leaves = [tensors[name].requires_grad_() if name in tensors else None for name in Inputs._fields]
-    arguments = (*leaves, layout.lengths, layout.offsets, layout.num_targets, 0.5)
-    harness.opcheck(triton_ops.linear_attention_triton, arguments, differentiable=True)
-    wanted = reference.run(Inputs(*leaves), layout, 0.5)
-    outputs = triton_ops.linear_attention_triton(*arguments)
-    present = [leaf for leaf in leaves if leaf is not None]
-    harness.assert_close(outputs, wanted, 1e-5)
-    harness.assert_close(*(harness.gradients(results, present) for results in (outputs, wanted)), 1e-5)
 
 
 @pytest.mark.gpu
@@ -257,37 +227,27 @@ BATCHES = [[(5, 2), (30, 3), (0, 1), (7, 0)], [(2, 0), (1, 3)], [(40, 1), (0, 0)
 
 
 def given_to(shapes, delta=False):
-    """The problem, its leaves, and the arguments of the model."""
+    """The arguments of the model."""
     made = problem(shapes, delta=delta).cast(torch.float32)
     leaves = [tensor.requires_grad_() for tensor in made.tensors.values()]
     layout, beta = made.options["layout"], [] if delta else [None]
     steps, targets = torch.empty(max(layout.max_len - 2, 0)), torch.empty(layout.total_targets)
-    return made, leaves, (*leaves, *beta, layout.lengths, layout.num_targets, steps, targets)
+    return (*leaves, *beta, layout.lengths, layout.num_targets, steps, targets)
 
 
 def test_one_compiled_graph_for_all_sizes():
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(Model(), backend=counter, fullgraph=True, dynamic=True)
-    for shapes in BATCHES:
-        made, leaves, arguments = given_to(shapes)
-        outs = compiled(*arguments), attend(**made.tensors, **made.options)
-        torch.testing.assert_close(*(gradients(out, leaves) for out in outs))
-    assert counter.frame_count == 1
+    harness.assert_trained_by_one_graph(
+        Model(), [given_to(shapes) for shapes in BATCHES], lambda *given: given[:5]
+    )
 
 
 @pytest.mark.parametrize("delta", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_exported_graph_needs_no_op_of_ours_and_serves_all_sizes(delta):
-    model, (*_, arguments) = Model(), given_to(BATCHES[0], delta)
-    with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):
-        dims = tuple(None if argument is None else {0: Dim.DYNAMIC} for argument in arguments)
-        program = torch.export.export(model, arguments, dynamic_shapes=dims, strict=False)
+    batches = [given_to(shapes, delta) for shapes in [*BATCHES, [(200, 1)], [(0, 0), (0, 0)]]]
+    program = harness.exported(Model(), batches[0])
     nodes = [str(node.target) for node in program.graph.nodes]
     assert "while_loop" in nodes and not any(node.startswith("recsys") for node in nodes)
-    with torch.no_grad():
-        for shapes in [*BATCHES, [(200, 1)], [(0, 0), (0, 0)]]:
-            *_, arguments = given_to(shapes, delta)
-            for got, want in zip(program.module()(*arguments), model(*arguments), strict=True):
-                torch.testing.assert_close(got, want)
+    harness.assert_serves(program.module(), Model(), batches)
 
 
 def test_the_library_op_of_the_reference():
@@ -299,27 +259,18 @@ def test_the_library_op_of_the_reference():
         torch.library.opcheck(reference.linear_attention_op, (*arguments, *facts))
 
 
-Q = torch.zeros(5, HEADS, DIM)
+Q, STATE = torch.zeros(5, HEADS, DIM), torch.zeros(1, HEADS, V_DIM, DIM)
 RIGHT = {"q": Q, "k": Q, "v": torch.zeros(5, HEADS, V_DIM), "log_decay": Q}
+STATE_SHAPE = r"initial_state must have shape \[samples, heads, D, V\] = \(1, 2, 3, 5\), got \(1, 2, 5, 3\)"
+DECAY_SHAPE = r"log_decay must have the shape of q, \(5, 2, 3\), or \(5, 2\), got \(5, 1, 3\)"
+DECAY_TYPE = "log_decay must be a floating point tensor, got a tensor of torch.int64"
 WRONG = [
     ({"k": Q[:4]}, ValueError, "k has 4 rows, the layout total_len = 5"),
-    (
-        {"log_decay": Q.long()},
-        TypeError,
-        "log_decay must be a floating point tensor, got a tensor of torch.int64",
-    ),
-    (
-        {"log_decay": Q[:, :1]},
-        ValueError,
-        r"log_decay must have the shape of q, \(5, 2, 3\), or \(5, 2\), got \(5, 1, 3\)",
-    ),
+    ({"log_decay": Q.long()}, TypeError, DECAY_TYPE),
+    ({"log_decay": Q[:, :1]}, ValueError, DECAY_SHAPE),
     ({"log_decay": Q.to("meta")}, ValueError, "log_decay is on meta, q on cpu"),
     ({"initial_state": 0.0}, TypeError, "initial_state must be a floating point tensor, got float"),
-    (
-        {"initial_state": torch.zeros(1, HEADS, V_DIM, DIM)},
-        ValueError,
-        r"initial_state must have shape \[samples, heads, D, V\] = \(1, 2, 3, 5\), got \(1, 2, 5, 3\)",
-    ),
+    ({"initial_state": STATE}, ValueError, STATE_SHAPE),
     ({"beta": Q}, ValueError, r"beta must have shape \(5, 2\), got \(5, 2, 3\)"),
     ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
 ]

@@ -1,7 +1,7 @@
 """The Hopper kernels of `linear_logp` compiled and assembled for sm_90a, without a GPU: registers, shared
 memory, and that exponentials stand in the shadow of the products.
 
-All widths with `--slow`. Skips without Triton.
+Each kernel once; all widths, and that of sums for wide rows, with `--slow`. Skips without Triton.
 """
 
 import pytest
@@ -80,7 +80,7 @@ def _between(i, waits):
 
 
 WIDE = [
-    (hopper_kernels.forward_kernel, hopper_ops.WIDE_SUMS),
+    pytest.param(hopper_kernels.forward_kernel, hopper_ops.WIDE_SUMS, marks=pytest.mark.slow),
     (hopper_kernels.score_grads_kernel, hopper_ops.WIDE_SCORE_GRADS),
 ]
 

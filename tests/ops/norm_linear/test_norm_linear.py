@@ -1,6 +1,5 @@
 """`norm_linear` against the formula, row by row, and its kernels against float64."""
 
-import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -8,11 +7,15 @@ from torch import nn
 
 from recsys.ops import norm_linear
 from tests.ops import harness
-from tests.ops.harness import Problem, Runner, assert_is, assert_near, normal, runners
-from tests.tools.interpreter import INTERPRETED, interpreted
+from tests.ops.harness import Case, OpTests, Problem, normal, runners
+from tests.tools.interpreter import interpreted
 
 WIDTHS = (3, 4, 2)
-ON_GPU = Runner("triton", "cuda")
+SMALL = {
+    "norm_linear.triton": {"FORWARD_ENTRIES": 128, "BACKWARD_ENTRIES": 128, "WORKERS_PER_PROCESSOR": 1},
+    "runtime.column_sums": {"PROGRAMS_PER_PROCESSOR": 1, "COLUMNS": 16},
+}
+"""Several blocks a worker in the interpreter."""
 
 
 def inputs(rows, width=6, dtype=torch.float64):
@@ -52,17 +55,11 @@ def problem(rows, width, tokens=torch.float64, product=None, widths=WIDTHS, **op
     return given.cast(torch.promote_types(tokens, torch.float32), x=tokens)
 
 
-@pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize("keep_normed", [True, False])
-@pytest.mark.parametrize("rows", [1, 7])
-def test_parts_and_all_gradients_are_those_of_the_formula(rows, keep_normed, silu):
-    def expected(x, norm_weight, norm_bias, weight, bias, widths, product, eps, keep_normed, silu):
-        joined = by_rows(x, norm_weight, norm_bias, weight, bias, eps)
-        if silu:
-            joined = joined / (1 + torch.exp(-joined))
-        return [*joined.split(widths, dim=1), x * 1]
-
-    assert_is(problem(rows, 6, eps=1e-3, keep_normed=keep_normed, silu=silu), expected)
+def expected(x, norm_weight, norm_bias, weight, bias, widths, product, eps, keep_normed, silu):
+    joined = by_rows(x, norm_weight, norm_bias, weight, bias, eps)
+    if silu:
+        joined = joined / (1 + torch.exp(-joined))
+    return [*joined.split(widths, dim=1), x * 1]
 
 
 def test_statistics_in_float32_and_products_in_the_given_type():
@@ -107,47 +104,41 @@ test_wrong_arguments_are_named = harness.refused(norm_linear, arguments, WRONG)
 # --- the kernels ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Several blocks a worker in the interpreter."""
-    if INTERPRETED:
-        from recsys.ops.norm_linear import triton as triton_ops
-        from recsys.ops.runtime import column_sums
-
-        sizes = {"FORWARD_ENTRIES": 128, "BACKWARD_ENTRIES": 128, "WORKERS_PER_PROCESSOR": 1}
-        harness.shrink(monkeypatch, triton_ops, **sizes)
-        harness.shrink(monkeypatch, column_sums, PROGRAMS_PER_PROCESSOR=1, COLUMNS=16)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize("keep_normed", [True, False])
-@pytest.mark.parametrize(("rows", "width"), [(7, 6), (150, 20), (1, 33), (0, 6), (40, 1)])
-def test_parts_and_gradients(rows, width, keep_normed, silu, runner):
-    options = {"eps": 1e-3, "keep_normed": keep_normed, "silu": silu, "widths": (12, 5, 7)}
-    assert_near(problem(rows, width, torch.float32, **options), runner, close=1e-4, floor=1e-5, slack=1e-5)
-
-
-@pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("wide_tokens", [False, True])
-def test_16_bit_products(wide_tokens, runner):
-    tokens = torch.float32 if wide_tokens else runner.half
-    assert_near(problem(60, 24, tokens, product=runner.half), runner)
-
-
-@pytest.mark.gpu
-@hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(data=st.data())
-def test_random_shapes(data):
-    width = data.draw(st.sampled_from([2, 16, 33, 64, 100, 256, 1000, 1024, 2048]))
-    widths = data.draw(st.lists(st.sampled_from([8, 16, 64, 100, 512]), min_size=1, max_size=4))
+@st.composite
+def random_cases(draw) -> Case:
+    width = draw(st.sampled_from([2, 16, 33, 64, 100, 256, 1000, 1024, 2048]))
+    widths = draw(st.lists(st.sampled_from([8, 16, 64, 100, 512]), min_size=1, max_size=4))
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    tokens, products = data.draw(st.sampled_from([(bf16, bf16), (fp32, bf16), (fp16, fp16), (fp32, fp32)]))
-    options = {"keep_normed": data.draw(st.booleans()), "silu": data.draw(st.booleans())}
-    given = problem(
-        data.draw(st.integers(1, 3000)), width, tokens, widths=widths, product=products, **options
-    )
-    assert_near(given, ON_GPU, floor=1e-5, slack=1e-5)
+    types = draw(st.sampled_from([(bf16, bf16), (fp32, bf16), (fp16, fp16), (fp32, fp32)]))
+    options = {"keep_normed": draw(st.booleans()), "silu": draw(st.booleans())}
+    near = {"floor": 1e-5, "slack": 1e-5}
+    return Case(problem, draw(st.integers(1, 3000)), width, *types, widths=widths, **options, near=near)
+
+
+def case(rows, width, keep_normed, silu) -> Case:
+    options = {"eps": 1e-3, "keep_normed": keep_normed, "silu": silu, "widths": (12, 5, 7)}
+    near = {"close": 1e-4, "floor": 1e-5, "slack": 1e-5}
+    return Case(problem, rows, width, torch.float32, **options, near=near)
+
+
+WAYS = [(keep_normed, silu) for keep_normed in (True, False) for silu in (True, False)]
+TESTS = OpTests(
+    expected=expected,
+    exact=[
+        Case(problem, rows, 6, eps=1e-3, keep_normed=keep_normed, silu=silu)
+        for rows in (1, 7)
+        for keep_normed, silu in WAYS
+    ],
+    # Over several blocks and workers in every way, other shapes in one way each.
+    kernels=[case(150, 20, *way) for way in WAYS]
+    + [case(*shape, *way) for shape, way in zip([(7, 6), (1, 33), (0, 6), (40, 1)], WAYS, strict=True)],
+    halves=[
+        lambda half: Case(problem, 60, 24, half, product=half),
+        lambda half: Case(problem, 60, 24, torch.float32, product=half),
+    ],
+    strided=case(30, 6, True, True),
+    random=random_cases(),
+)
 
 
 @pytest.mark.parametrize("runner", runners("triton"))
@@ -167,14 +158,13 @@ def test_the_parts_lie_side_by_side_and_their_gradients_too(runner):
 
 @torch.no_grad()
 @pytest.mark.parametrize("runner", runners("triton"))
-@pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize("rows", [0, 7])
+@pytest.mark.parametrize(("rows", "silu"), [(0, True), (7, True), (7, False)])
 def test_parts_without_gradients(rows, silu, runner):
     tensors = [tensor.detach().to(runner.device, torch.float32) for tensor in inputs(rows)]
-    parts, expected = (
+    parts, wanted = (
         norm_linear(*tensors, WIDTHS, silu=silu, backend=backend).parts for backend in ("triton", "reference")
     )
-    harness.assert_close(parts, expected, 1e-4)
+    harness.assert_close(parts, wanted, 1e-4)
 
 
 @interpreted

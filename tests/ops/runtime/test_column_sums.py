@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.harness import gradients, interpreter_test, normal, runners
+from tests.ops.harness import assert_as_near, gradients, interpreter_test, normal, runners
 
 
 def results(runner, given, function):
@@ -20,33 +20,22 @@ def plain(x, y, weight, bias=None):
 
 @pytest.mark.parametrize("runner", runners("triton"))
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("rows", [0, 1, 70, 5000])
+@pytest.mark.parametrize("rows", [0, 1, 70, pytest.param(5000, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("types", ["float32", "mixed", "half"])
 def test_the_sum_and_all_gradients(types, rows, with_bias, runner):
-    if runner.is_interpreted and rows > 1000:
-        pytest.skip("for a GPU")
     from recsys.ops.runtime.column_sums import LinearAdd
 
-    kinds = {
-        "float32": (torch.float32,) * 2,
-        "mixed": (torch.float32, runner.half),
-        "half": (runner.half,) * 2,
-    }
-    x, y = (
-        normal(rows, width, seed=width).to(kind) for width, kind in zip((20, 9), kinds[types], strict=True)
-    )
-    given = [x, y, normal(20, 9).float(), normal(20).float() if with_bias else None]
-    given = [tensor for tensor in given if tensor is not None]
+    x, y = normal(rows, 20, seed=20), normal(rows, 9, seed=9)
+    x = x.to(runner.half if types == "half" else torch.float32)
+    given = [x, y.to(torch.float32 if types == "float32" else runner.half), normal(20, 9).float()]
+    given += [normal(20).float()] * with_bias
 
     def fused(x, y, weight, bias=None):
         return LinearAdd.apply(x, y, weight, bias)
 
-    ours, theirs = results(runner, given, fused), results(runner, given, plain)
+    ours, theirs = (results(runner, given, function) for function in (fused, plain))
     exact = results(runner, [tensor.double() for tensor in given], plain)
-    for got, reference, want in zip(ours, theirs, exact, strict=True):
-        assert got.dtype == reference.dtype
-        allowed = 2 * (reference.double() - want).norm() + 1e-6 * want.norm()
-        assert (got.double() - want).norm() <= allowed
+    assert_as_near(ours, theirs, exact)
 
 
 test_in_the_interpreter = interpreter_test(__file__)

@@ -32,24 +32,15 @@ def test_new_rows_are_those_of_whole_samples(mask, contextual):
 @torch.no_grad()
 def test_what_does_not_fit_is_named():
     layout, cache_layout = SequenceLayout(torch.tensor([2])), SequenceLayout(torch.tensor([3]))
-    new, old = qkv(2, v_dim=3), qkv(3, v_dim=3)[1:]
-    for error, message, given in (
-        (ValueError, "cache_layout has 2 samples", (layout, *old, SequenceLayout(torch.tensor([1, 2])))),
-        (
-            ValueError,
-            "layout must hold no contextual tokens, .* num_contextual is 1",
-            (SequenceLayout(torch.tensor([2]), None, 1), *old, cache_layout),
-        ),
-        (
-            ValueError,
-            "cache_k has 2 rows, the cache_layout total_len = 3",
-            (layout, new[1], old[1], cache_layout),
-        ),
-        (
-            TypeError,
-            "cache_v must have the dtype of v, torch.float64, got torch.float32",
-            (layout, old[0], old[1].float(), cache_layout),
-        ),
+    new, old, two = qkv(2, v_dim=3), qkv(3, v_dim=3)[1:], SequenceLayout(torch.tensor([1, 2]))
+    given = {"layout": layout, "cache_k": old[0], "cache_v": old[1], "cache_layout": cache_layout}
+    contextual = SequenceLayout(torch.tensor([2]), None, 1)
+    wrong_type = "cache_v must have the dtype of v, torch.float64, got torch.float32"
+    for changes, error, message in (
+        ({"cache_layout": two}, ValueError, "cache_layout has 2 samples"),
+        ({"layout": contextual}, ValueError, "layout must hold no contextual tokens, .* num_contextual is 1"),
+        ({"cache_k": new[1]}, ValueError, "cache_k has 2 rows, the cache_layout total_len = 3"),
+        ({"cache_v": old[1].float()}, TypeError, wrong_type),
     ):
         with pytest.raises(error, match=message):
-            softmax_attention_cached(*new, *given, AttentionMask())
+            softmax_attention_cached(*new, **(given | changes), mask=AttentionMask())

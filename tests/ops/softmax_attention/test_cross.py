@@ -1,7 +1,6 @@
 """`cross_attention` against loops over samples, and its backend `flash` around a stand-in for the kernels."""
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from recsys.ops.softmax_attention.cross import flash as backend
 from tests.ops import harness
 from tests.ops.cases import qkv
 from tests.ops.harness import Problem, Runner, assert_is, refused
+from tests.ops.softmax_attention.test_flash import assert_asks_for
 
 QUERIES, KEYS = [2, 0, 3, 1, 0, 4], [5, 3, 1, 0, 0, 70]
-SIGNATURE = inspect.signature(flash.varlen_attn)
 
 
 def attend(q, k, v, *, layout, key_layout, backend):
@@ -56,26 +55,9 @@ def test_all_tokens_of_a_sample_see_each_other_after_a_contextual_one():
     torch.testing.assert_close(cross_attention(q, k, v, layout, layout), want, rtol=1e-10, atol=1e-10)
 
 
-def kernels(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
-    """Computes what `varlen_attn` documents without a window; rows without keys are zeros."""
-    SIGNATURE.bind(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and window_size == (-1, -1)
-    assert q.shape[1:] == k.shape[1:] == v.shape[1:] and q.shape[2] % 8 == 0 and len(q) and len(k)
-    queries, keys = cu_seq_q.diff(), cu_seq_k.diff()
-    assert (queries.max(), keys.max()) == (max_q, max_k)
-    layouts = {"layout": SequenceLayout(queries), "key_layout": SequenceLayout(keys)}
-    return by_samples(q, k, v, **layouts, alpha=scale)
-
-
 @pytest.mark.parametrize(("dims", "alpha"), [((3, 2), None), ((5, 11), 0.7), ((8, 8), 0.0), ((3, 3), -0.5)])
 def test_the_kernels_are_asked_for_the_same(dims, alpha, monkeypatch):
-    monkeypatch.setattr(flash, "varlen_attn", kernels)
-    given = problem(dims=dims)
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.tensors.items()}
-    got = backend.run(*leaves.values(), **given.options, alpha=dims[0] ** -0.5 if alpha is None else alpha)
-    want = by_samples(**leaves, **given.options, alpha=alpha)
-    harness.assert_close([got], [want], 1e-12)
-    harness.assert_close(*(harness.gradients([out], list(leaves.values())) for out in (got, want)), 1e-12)
+    assert_asks_for(problem(dims=dims), backend.run, by_samples, alpha, monkeypatch)
     given = problem([1, 0], [0, 0])
     assert not backend.run(**given.tensors, **given.options, alpha=1.0).any()
 
@@ -110,12 +92,11 @@ def test_on_a_gpu():
 
 def arguments(**changes):
     given = {"q": torch.zeros(5, 2, 3), "k": torch.zeros(4, 2, 3), "v": torch.zeros(4, 2, 1)}
-    layouts = {"layout": SequenceLayout(torch.tensor([3, 2]))} | {
-        "key_layout": SequenceLayout(torch.tensor([0, 4]))
-    }
-    return given | layouts | changes
+    lengths = {"layout": torch.tensor([3, 2]), "key_layout": torch.tensor([0, 4])}
+    return given | {name: SequenceLayout(of) for name, of in lengths.items()} | changes
 
 
+TARGETS = SequenceLayout(torch.tensor([0, 4]), torch.tensor([0, 1]))
 WRONG = [
     ({"q": torch.zeros(4, 2, 3)}, ValueError, "q has 4 rows, the layout total_len = 5"),
     ({"k": torch.zeros(4, 2, 4)}, ValueError, "k must have the head dimension of q, 3, got 4"),
@@ -124,11 +105,7 @@ WRONG = [
     ({"v": torch.zeros(4, 1, 3)}, ValueError, r"v must have shape \[keys, 2, at least 1\]"),
     ({"key_layout": SequenceLayout(torch.tensor([4]))}, ValueError, "key_layout has 1 samples, layout 2"),
     ({"key_layout": [4]}, TypeError, "key_layout must be a SequenceLayout, got list"),
-    (
-        {"key_layout": SequenceLayout(torch.tensor([0, 4]), torch.tensor([0, 1]))},
-        ValueError,
-        "samples must hold no targets",
-    ),
+    ({"key_layout": TARGETS}, ValueError, "samples must hold no targets"),
 ]
 
 test_wrong_arguments_are_named = refused(cross_attention, arguments, WRONG)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,31 +23,39 @@ SIGNATURE = inspect.signature(flash.varlen_attn)
 def kernels(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
     """Computes as `varlen_attn` documents, and scales hidden scores, too, as FlashAttention does."""
     SIGNATURE.bind(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and q.shape == k.shape == v.shape
-    assert q.shape[2] % 8 == 0 and window_size[1] == 0 and len(q)
-    ends, outs = cu_seq_q.tolist(), []
-    for start, end in zip(ends[:-1], ends[1:], strict=True):
-        assert end - start <= max_q == max_k
-        ahead = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        visible = (ahead >= 0) & ((window_size[0] < 0) | (ahead <= window_size[0]))
-        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end])
-        weights = (scores.masked_fill(~visible, -torch.inf) * scale).softmax(2)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v[start:end]))
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(q) and len(k)
+    assert q.shape[1:] == k.shape[1:] == v.shape[1:] and q.shape[2] % 8 == 0
+    assert (cu_seq_q.diff().max(), cu_seq_k.diff().max()) == (max_q, max_k)
+    assert window_size[1] == 0 or window_size == (-1, -1)
+    outs = []
+    for rows, keys in zip(*(pairwise(ends.tolist()) for ends in (cu_seq_q, cu_seq_k)), strict=True):
+        query, key, value = q[slice(*rows)], k[slice(*keys)], v[slice(*keys)]
+        ahead = torch.arange(len(query))[:, None] - torch.arange(len(key))
+        visible = ((ahead >= 0) | (window_size[1] < 0)) & ((ahead <= window_size[0]) | (window_size[0] < 0))
+        scores = torch.einsum("qhd,khd->hqk", query, key).masked_fill(~visible, -torch.inf) * scale
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(2), value))  # zeros without keys
     return torch.cat(outs)
+
+
+def assert_asks_for(given, run, expected, alpha, monkeypatch):
+    """Outputs and gradients of a backend around the stand-in are those of loops over the pairs."""
+    monkeypatch.setattr(flash, "varlen_attn", kernels)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.tensors.items()}
+    got = run(
+        *leaves.values(),
+        *given.options.values(),
+        alpha=leaves["q"].shape[2] ** -0.5 if alpha is None else alpha,
+    )
+    want = expected(**leaves, **given.options, alpha=alpha)
+    harness.assert_close([got], [want], 1e-12)
+    harness.assert_close(*(harness.gradients([out], list(leaves.values())) for out in (got, want)), 1e-12)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("dims", "alpha"), [((3, 2), None), ((5, 11), 0.7), ((8, 8), 0.0), ((3, 3), -2.0)])
 def test_widths_windows_and_factors(mask, dims, alpha, monkeypatch):
-    """Outputs and gradients are those of loops over the pairs."""
-    monkeypatch.setattr(flash, "varlen_attn", kernels)
     given = problem(SHAPES, 0, mask, heads=2, dims=dims)
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.tensors.items()}
-    layout = given.options["layout"]
-    got = flash.run(*leaves.values(), layout, mask, alpha=dims[0] ** -0.5 if alpha is None else alpha)
-    want = by_loops(**leaves, layout=layout, mask=mask, alpha=alpha)
-    harness.assert_close([got], [want], 1e-12)
-    harness.assert_close(*(harness.gradients([out], list(leaves.values())) for out in (got, want)), 1e-12)
+    assert_asks_for(given, flash.run, by_loops, alpha, monkeypatch)
 
 
 def test_a_batch_without_tokens():

@@ -31,17 +31,13 @@ everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
 by_kernels = pytest.mark.parametrize("runner", runners("triton"))
 
 
-@pytest.fixture(autouse=True)
-def small_sizes(monkeypatch):
-    """In the interpreter several groups, parts of groups, classes, chunks of queries and of items."""
-    if not INTERPRETED:
-        return
-    from recsys.ops.top_k import triton as triton_launch
+def small_blocks(table):
+    return {width: blocks._replace(queries=16, group=16) for width, blocks in table.items()}
 
-    small = dict.fromkeys((64, 128, 256, 512), triton_launch.Blocks(16, 16, 4, 1))
-    sizes = {"BLOCKS": small, "CLASSES": 8, "PART": 2, "REMOVED": 8, "STEP": 64}
-    sizes |= {"CHUNK_QUERIES": 20, "CHUNK_BYTES": 20 * 4 * 10}
-    harness.shrink(monkeypatch, triton_launch, **sizes)
+
+FEW = {"CLASSES": 8, "PART": 2, "REMOVED": 8, "STEP": 64, "CHUNK_QUERIES": 20, "CHUNK_BYTES": 20 * 4 * 10}
+SMALL = {"top_k.triton": FEW | {"BLOCKS": small_blocks}}
+"""In the interpreter several groups, parts of groups, classes, chunks of queries and of items."""
 
 
 def assert_sorted(problem: Problem, k: int, runner: Runner, dtype: torch.dtype) -> None:
@@ -52,7 +48,7 @@ def assert_sorted(problem: Problem, k: int, runner: Runner, dtype: torch.dtype) 
     assert answer.scores.tolist() == scores
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 4),
     st.integers(0, 40),
@@ -72,7 +68,7 @@ def test_the_reference_sorts_with_ties_and_removals(num_queries, num_items, k, b
     ("queries", "items", "width", "k", "dtype"),
     [
         (5, 170, 7, 4, torch.float32),  # chunks of items, several classes of groups
-        (23, 60, 20, 3, torch.float16),  # chunks of queries
+        (23, 20, 20, 3, torch.float16),  # chunks of queries
         (3, 16, 8, 20, torch.float32),
         (4, 33, 64, 1, torch.float16),
         (2, 5, 1, 5, torch.float32),
@@ -85,10 +81,10 @@ def test_kernels_sort_with_ties_and_removals(queries, items, width, k, dtype, ru
 
 
 @by_kernels
-@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e12, 1e-30])
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e12])
 def test_rounded_scores_never_decide(scale, runner):
     """Scores within a thousandth of another, in numbers that 16 bits hold, hold badly or do not hold."""
-    problem = around_centres(4, 100, 24, seed=1)
+    problem = around_centres(3, 70, 24, seed=1)
     problem = problem._replace(items=problem.items * scale, queries=problem.queries / scale**0.5)
     problem = problem.placed(runner)
     assert_best(found_by(problem, 5, runner), problem, 5)
@@ -135,7 +131,7 @@ def test_bounds_hold(magnitudes, dtype):
 
 @interpreted
 def test_what_is_not_finite_is_looked_at():
-    problem = around_centres(4, 150, 12, seed=2)
+    problem = around_centres(4, 140, 12, seed=2)
     problem.items[20] = torch.inf
     problem.items[70, 3] = -torch.inf
     problem.items[90] = 3e38
@@ -153,7 +149,7 @@ def test_what_is_not_finite_is_looked_at():
 @by_kernels
 def test_equal_items_and_a_query_of_zeros_come_in_order(runner):
     """No bound rules any of the items out."""
-    number = 90 if runner.is_interpreted else 40_000
+    number = 50 if runner.is_interpreted else 40_000
     items = torch.randn(12, generator=torch.Generator().manual_seed(1)).expand(number, 12)
     queries = torch.stack([torch.zeros(12), items[0], -items[0]])
     problem = Problem(queries, items, torch.tensor([1, 2, 0]), torch.tensor([2, 1, 0])).placed(runner)
@@ -220,27 +216,17 @@ def arguments(**changes):
     return plain | {"removed": NONE, "removed_lengths": lengths} | changes
 
 
+HALF = {"queries": torch.ones(2, 3).bfloat16(), "items": torch.ones(4, 3).bfloat16()}
+WIDE, FEW_BITS = {"items": torch.ones(4, 3).double()}, torch.zeros(2, dtype=torch.int32)
 WRONG = [
     ({"k": 0}, ValueError, "k is 0"),
     ({"items": torch.ones(4, 2)}, ValueError, r"queries \(2, 3\) and items \(4, 2\)"),
     ({"removed": torch.tensor([1])}, ValueError, "add up to 1"),
-    (
-        {"items": torch.ones(4, 3).double()},
-        TypeError,
-        r"items \(torch.float64\) float32, bfloat16 or float16",
-    ),
-    (
-        {"queries": torch.ones(2, 3).bfloat16(), "items": torch.ones(4, 3).bfloat16()},
-        TypeError,
-        r"queries \(torch.bfloat16\) must be float32",
-    ),
+    (WIDE, TypeError, r"items \(torch.float64\) float32, bfloat16 or float16"),
+    (HALF, TypeError, r"queries \(torch.bfloat16\) must be float32"),
     ({"items": torch.ones(4, 3, device="meta")}, ValueError, "queries are on cpu, items on meta"),
     ({"removed": NONE.to("meta")}, ValueError, "removed must be int64 on the host"),
-    (
-        {"removed_lengths": torch.zeros(2, dtype=torch.int32)},
-        ValueError,
-        "removed_lengths must be int64 on the host.* torch.int32",
-    ),
+    ({"removed_lengths": FEW_BITS}, ValueError, "removed_lengths must be int64 on the host.* torch.int32"),
 ]
 
 test_wrong_arguments_are_named = harness.refused(top_k, arguments, WRONG)

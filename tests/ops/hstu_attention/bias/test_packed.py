@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention
+from recsys.ops.hstu_attention import Problem
 from tests.ops import harness
 from tests.ops.attention import BIAS, assert_near, large, with_neighbours
 from tests.ops.cases import layout_of, samples
@@ -38,26 +39,73 @@ def on_a_gpu(test):
     return pytest.mark.gpu(harness.needs_hopper(test))
 
 
-@interpreted
-@pytest.mark.parametrize(
-    ("times", "shapes", "contextual", "rows", "mask", "deterministic"),
-    [
-        ("hours", [(66, 9)], 0, 2, AttentionMask(), False),
-        ("hours", [(70, 5)], 0, None, AttentionMask(), True),
-        ("years", [(66, 8), (5, 0), (0, 30)], 1, None, AttentionMask(130, 70, True, 5), False),
-        ("anywhere", [(66, 3)], 3, 1, AttentionMask(window=40), False),
-        ("missing", [(63, 1), (1, 1), (66, 0)], 0, 1, AttentionMask(None, 0, False, 3, False), False),
-        ("backward", [(100, 0)], 6, 1, AttentionMask(), False),
-        ("minutes", [(100, 0)], 0, 1, AttentionMask(window=20, prefix=2), False),
-    ],
-)
-def test_output_and_gradients_in_the_interpreter(times, shapes, contextual, rows, mask, deterministic):
-    """In float16, which the interpreter has: at most twice as far from float64; sums of 11 bits.
+# Two heads have a table each or share one; kinds of times and masks are tried with one head.
+CASES = [
+    ("hours", [(66, 9)], 0, 2, AttentionMask()),
+    ("years", [(66, 4), (0, 0), (0, 3)], 1, None, AttentionMask(130, 70, True, 5)),
+    ("anywhere", [(66, 3)], 3, 1, AttentionMask(window=40)),
+    ("missing", [(63, 1), (1, 1), (66, 0)], 0, 1, AttentionMask(None, 0, False, 3, False)),
+    ("backward", [(70, 0)], 6, 1, AttentionMask()),
+    ("minutes", [(130, 0)], 0, 1, AttentionMask(window=20, prefix=2)),
+]
+in_all_cases = pytest.mark.parametrize(("times", "shapes", "contextual", "rows", "mask"), CASES)
 
-    Two heads have a table each or share one; kinds of times and masks are tried with one head.
-    """
+
+@interpreted
+@in_all_cases
+def test_output_and_gradients_in_the_interpreter(times, shapes, contextual, rows, mask):
+    """In float16, which the interpreter has: at most twice as far from float64; sums of 11 bits."""
     given = large(shapes, contextual, DIMS, torch.float16, rows, mask, times=times, heads=rows or 2)
-    assert_near(given.with_options(deterministic=deterministic), INTERPRETER, floor=1e-3)
+    assert_near(given.with_options(deterministic=times == "backward"), INTERPRETER, floor=1e-3)
+
+
+@pytest.fixture
+def hopper_kernel(monkeypatch):
+    """The Gluon kernel in the emulator, called for the cotangent of the harness; returns all gradients."""
+    from recsys.ops.hstu_attention import triton as triton_launch
+    from recsys.ops.hstu_attention.bias import hopper_kernel as biased_launch
+    from recsys.ops.hstu_attention.hopper import forward
+    from tests.tools.gluon_emulator import Emulated
+
+    monkeypatch.setattr(triton_launch, "can_describe", lambda *_: True)
+    monkeypatch.setattr(forward, "CACHED_BYTES", 100 * 2 * DIMS[0] * 8)  # several sections
+    monkeypatch.setattr(triton_launch, "missing_for_hopper", lambda: "")
+    monkeypatch.setattr(biased_launch, "biased_kernel", Emulated(biased_launch.biased_kernel))
+
+    def gradients(given):
+        options, tensors = given.options, [tensor.detach() for tensor in given.tensors.values()]
+        bias = RelativeBias(*tensors[3:], *(options[name] for name in BIAS[2:]))
+        problem = Problem(options["layout"], options["mask"], DIMS[0] ** -0.5, 64.0, bias)
+        cotangent = harness.normal(*tensors[2].shape, seed=100, dtype=torch.bfloat16).half()
+        return triton_launch.backward(cotangent, *tensors[:3], problem, tables=True)
+
+    return gradients
+
+
+@interpreted
+@in_all_cases
+def test_gradients_of_the_gluon_kernel(times, shapes, contextual, rows, mask, hopper_kernel):
+    """As near as above."""
+    given = large(shapes, contextual, DIMS, torch.float16, rows, mask, times=times, heads=rows or 2)
+    _, *theirs = harness.results(given, harness.REFERENCE)
+    _, *exact = harness.results(given.cast(torch.float64), harness.REFERENCE)
+    harness.assert_as_near(hopper_kernel(given), theirs, exact, floor=1e-3)
+
+
+@interpreted
+def test_parts_of_the_items_of_the_gluon_kernel_add_up(hopper_kernel, monkeypatch):
+    from recsys.ops.hstu_attention.bias import packed as bias_packed
+
+    grads, starts = [], []
+    monkeypatch.setattr(bias_packed, "MOST_RECORD_BYTES", 0)
+    for small in (bias_packed.SMALL_RECORDS, 64):
+        monkeypatch.setattr(bias_packed, "SMALL_RECORDS", small)
+        given = large([(66, 3), (5, 0)], 1, DIMS, torch.float16, 1, heads=1, times="hours")
+        grads.append(hopper_kernel(given))
+        starts.append(bias_packed.num_parts(3, given.options["layout"]))
+    assert starts == [1, 2]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=1e-6)  # in float16
 
 
 @interpreted
@@ -70,7 +118,7 @@ def test_lists_with_tiles_that_nobody_needs(monkeypatch):
     monkeypatch.setattr(SequenceLayout, "host_copy", None)
     unread = layout_of(samples(0, shapes))
     computed = harness.results(given.with_options(layout=unread), INTERPRETER)
-    assert all(map(torch.equal, computed, expected))
+    harness.assert_equal(computed, expected)
 
 
 @pytest.fixture
@@ -87,22 +135,17 @@ def made(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_parts_of_the_items_add_up(deterministic, made, monkeypatch):
-    """Each tile with records of its own, where the records of all would take too much memory."""
+def test_parts_of_the_items_add_up(made, monkeypatch):
+    """Each tile with records of its own, where the records of all would take too much memory; to the bit."""
     from recsys.ops.hstu_attention.bias import packed as bias_packed
 
     found = []
     for small in (bias_packed.SMALL_RECORDS, 64):  # with a new layout each, which has kept nothing
         monkeypatch.setattr(bias_packed, "SMALL_RECORDS", small)
         given = large([(66, 3), (5, 0)], 1, DIMS, torch.float16, 1, heads=1, times="hours")
-        found.append(harness.results(given.with_options(deterministic=deterministic), INTERPRETER))
+        found.append(harness.results(given.with_options(deterministic=True), INTERPRETER))
     assert made == [3, 3] + 3 * [2, 1]  # of rows and of keys; forward, keys, rows
-    *others, position_table, time_table = zip(*found, strict=True)
-    assert all(torch.equal(ours, other) for ours, other in others)
-    close = 0 if deterministic else 1e-5
-    for ours, other in (position_table, time_table):
-        torch.testing.assert_close(ours, other, rtol=close, atol=close)
+    harness.assert_equal(*found)
 
 
 def test_records_take_a_bounded_number_of_bytes_a_token(monkeypatch):

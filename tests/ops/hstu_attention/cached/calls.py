@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops import RelativeBias, SequenceLayout, hstu_attention_cached
-from tests.ops import harness
+from tests.ops import attention, harness
 from tests.ops.attention import BIAS, CAUSAL, samples_of
 from tests.ops.cases import cut
 from tests.ops.harness import REFERENCE, Problem, Runner
@@ -33,21 +33,31 @@ def cached(given: Problem, num_cached: list[int]) -> Problem:
     return Problem("hstu_attention_cached", attend, given.tensors, options)
 
 
-def check(given: Problem, num_cached: list[int], runner: Runner) -> None:
+def behind(num_cached: list[int], *given, **options) -> Problem:
+    """`tests.ops.attention.problem` of the other arguments, behind a cache."""
+    return cached(attention.problem(*given, **options), num_cached)
+
+
+def whole(new: Problem) -> Problem:
+    """The problem of whole samples that `cached` has cut."""
+    options = {name: value for name, value in new.options.items() if name != "parts"}
+    return Problem("hstu_attention", attention.attend, new.tensors, options)
+
+
+def check(new: Problem, runner: Runner, view=None) -> None:
     """Against the reference's rows of whole samples, in float64."""
-    new = cached(given, num_cached)
-    ours = output(new.cast(torch.float64 if runner == REFERENCE else torch.float32), runner)
+    (ours,) = harness.results(new.cast(torch.float64 if runner == REFERENCE else torch.float32), runner, view)
     # Products in three passes of TF32 on a GPU are not as near as the interpreter's.
     close = 1e-12 if runner == REFERENCE else 2e-5 if runner.is_interpreted else 1e-4
-    harness.assert_close([ours], [new.options["parts"].new(output(given, REFERENCE))], close)
+    harness.assert_close([ours], [new.options["parts"].new(output(whole(new), REFERENCE))], close)
 
 
-def assert_near(given: Problem, num_cached: list[int], runner: Runner) -> Tensor:
+def assert_near(new: Problem, runner: Runner, view=None) -> Tensor:
     """Not further from float64 than twice the reference of whole samples in the same type; the output."""
-    new, by_reference = cached(given, num_cached), Runner("reference", runner.device)
+    given, by_reference = whole(new), Runner("reference", runner.device)
     parts = new.options["parts"].to(runner.device)
-    ours = output(new, runner)
-    theirs, exact = (parts.new(output(whole, by_reference)) for whole in (given, given.cast(torch.float64)))
+    (ours,) = harness.results(new, runner, view)
+    theirs, exact = (parts.new(output(each, by_reference)) for each in (given, given.cast(torch.float64)))
     harness.assert_as_near([ours], [theirs], [exact], floor=1e-5, absolute=1e-12)
     return ours
 

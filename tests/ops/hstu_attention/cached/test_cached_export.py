@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.export import Dim
-from torch.fx.experimental import _config as fx_config
 
 from recsys.ops import (
     AttentionMask,
@@ -14,13 +12,14 @@ from recsys.ops import (
     hstu_attention_cached,
     offsets_from_lengths,
 )
+from tests.ops.harness import assert_serves, exported
 from tests.tools.packaged import assert_packaged
 
 CONTEXTUAL = 1
 
 
 class Scorer(nn.Module):
-    """A layer of a cached model. `carriers` hold no numbers: [longest new], [longest cached]."""
+    """A layer of a cached model; `longest_new` and `longest_cached` hold no numbers; sizes are bounds."""
 
     def __init__(self, backend="auto"):
         super().__init__()
@@ -28,8 +27,21 @@ class Scorer(nn.Module):
         self.position_table = nn.Parameter(torch.randn(2, 6))
         self.time_table = nn.Parameter(torch.randn(30))
 
-    def forward(self, q, k, v, cache_k, cache_v, lengths, targets, cached, times, cache_times, *carriers):
-        longest_new, longest_cached = carriers
+    def forward(
+        self,
+        q,
+        k,
+        v,
+        cache_k,
+        cache_v,
+        lengths,
+        targets,
+        cached,
+        times,
+        cache_times,
+        longest_new,
+        longest_cached,
+    ):
         layout = SequenceLayout.trusted(
             lengths, offsets_from_lengths(lengths), targets, 0, q.shape[0], longest_new.shape[0], q.shape[0]
         )
@@ -66,45 +78,33 @@ def inputs(shapes, spare=0):
     )
 
 
-BATCHES = [
+SIZES = [
     [(5, 2, 5), (3, 0, 4), (9, 1, 1)],  # no two sizes are alike: a compiler would take them for one
     [(0, 0, 0), (0, 3, 0), (7, 1, 2), (20, 5, 3)],
     [(4, 0, 9)],
     [(30, 0, 1)] * 5,
     [(3, 0, 0), (2, 0, 0)],  # nothing new
 ]
-
-
-def exported(model, example):
-    names = ("q", "k", "v", "cache_k", "cache_v", "lengths", "targets", "cached", "times", "cache_times")
-    shapes = {name: {0: Dim.AUTO} for name in names} | {"carriers": ({0: Dim.AUTO}, {0: Dim.AUTO})}
-    with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):
-        return torch.export.export(model, example, dynamic_shapes=shapes)
+BATCHES = [inputs(shapes, spare) for spare, shapes in enumerate(SIZES)]
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def test_an_exported_graph_serves_all_sizes():
     model = Scorer().eval()
-    program = exported(model, inputs(BATCHES[0])).module()
-    with torch.no_grad():
-        for spare, shapes in enumerate(BATCHES):
-            batch = inputs(shapes, spare)
-            torch.testing.assert_close(program(*batch), model(*batch), rtol=1e-5, atol=1e-6)
+    assert_serves(exported(model, BATCHES[0]).module(), model, BATCHES, **CLOSE)
 
 
 @pytest.mark.slow
 def test_a_package_serves_all_sizes_without_this_code(tmp_path):
     model = Scorer().eval()
-    batches = [inputs(shapes, spare) for spare, shapes in enumerate(BATCHES)]
     with torch.no_grad():
-        assert_packaged(exported(model, batches[0]), model, batches, tmp_path)
+        assert_packaged(exported(model, BATCHES[0]), model, BATCHES, tmp_path)
 
 
 def test_a_compiled_graph_is_traced_once():
-    counter = CompileCounter()  # of traces; the export has all operations
-    model = Scorer()
+    counter, model = CompileCounter(), Scorer()  # of traces; the export has all operations
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
-    with torch.no_grad():
-        for shapes in (BATCHES[0], [(6, 3, 1), (0, 2, 2), (9, 0, 4), (8, 2, 2), (3, 3, 3)]):
-            batch = inputs(shapes)
-            torch.testing.assert_close(compiled(*batch), model(*batch), rtol=1e-5, atol=1e-6)
+    assert_serves(
+        compiled, model, [BATCHES[0], inputs([(6, 3, 1), (0, 2, 2), (9, 0, 4), (8, 2, 2)])], **CLOSE
+    )
     assert counter.frame_count == 1

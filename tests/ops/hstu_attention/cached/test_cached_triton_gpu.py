@@ -1,17 +1,15 @@
-"""The Triton kernel of `hstu_attention_cached` on a GPU: random layouts, memory, sizes in any order."""
+"""The Triton kernel of `hstu_attention_cached` on a GPU: long histories, sizes in turn, memory, graphs."""
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from recsys.ops import AttentionMask, RelativeBias, hstu_attention_cached
 from tests.ops import harness
-from tests.ops.attention import BIAS, CAUSAL, between_nan, large
-from tests.ops.cases import MASKS
+from tests.ops.attention import BIAS, CAUSAL, between_nan
 from tests.ops.harness import Runner
-from tests.ops.hstu_attention.cached.calls import assert_near, cached, output
-from tests.ops.hstu_attention.cached.test_cached_export import BATCHES, Scorer, exported, inputs
+from tests.ops.hstu_attention.cached.calls import assert_near, output
+from tests.ops.hstu_attention.cached.test_cached_export import BATCHES, Scorer
+from tests.ops.hstu_attention.cached.test_hstu_attention_cached import large_behind
 
 pytestmark = pytest.mark.gpu
 
@@ -19,31 +17,16 @@ ON_GPU = Runner("triton", "cuda")
 
 
 def case(shapes, *given, **rest):
-    """`large` attention on the GPU, and how many events of each sample are cached; `shapes`: cached, new,
-    targets."""
-    whole = large([(kept + new, targets) for kept, new, targets in shapes], *given, **rest)
-    return harness.on_device(whole, ON_GPU), [kept for kept, *_ in shapes]
+    """`large_behind` on the GPU."""
+    return harness.on_device(large_behind(shapes, *given, **rest), ON_GPU)
 
 
-def split(given, num_cached):
+def split(new):
     """The positional arguments of `hstu_attention_cached`, less the mask; and the bias, if there is one."""
-    parts, both = cached(given, num_cached).options["parts"].to("cuda"), given.tensors | given.options
+    parts, both = new.options["parts"].to("cuda"), new.tensors | new.options
     arguments = list(parts.arguments(*(both[name] for name in "qkv")))
     has_bias = "time_table" in both
     return arguments, parts.bias(RelativeBias(*(both[name] for name in BIAS))) if has_bias else None
-
-
-@hypothesis.settings(max_examples=60)
-@hypothesis.given(data=st.data())
-def test_random_layouts(data):
-    sizes = st.tuples(st.integers(0, 400), st.integers(0, 150), st.integers(0, 150))
-    shapes = data.draw(st.lists(sizes, min_size=1, max_size=5), "cached, new, targets")
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-    dims = data.draw(st.tuples(*[st.sampled_from([16, 33, 64, 128, 200, 256])] * 2))
-    mask = data.draw(st.sampled_from([*MASKS, AttentionMask(130, 70, True, 5)]))
-    rows = data.draw(st.sampled_from([0, 0, None, 2]))
-    contextual = data.draw(st.sampled_from([0, 1, 6]))
-    assert_near(*case(shapes, contextual, dims, dtype, rows, mask), ON_GPU)
 
 
 @pytest.mark.parametrize("rows", [0, 2])
@@ -57,8 +40,8 @@ def test_few_users_with_long_histories(dim, dtype, rows, monkeypatch):
     monkeypatch.setattr(triton_ops, "num_parts", lambda *facts: chosen.append(number(*facts)) or chosen[-1])
     shapes = [(4001, 0, 70), (30, 2, 1), (2500, 0, 3)]
     for mask in (CAUSAL, AttentionMask(130, 70, True, 5)):
-        given = case(shapes, 3, (dim, dim), dtype, rows, mask)
-        assert torch.equal(assert_near(*given, ON_GPU), output(cached(*given), ON_GPU))
+        new = case(shapes, 3, (dim, dim), dtype, rows, mask)
+        assert torch.equal(assert_near(new, ON_GPU), output(new, ON_GPU))
     assert min(chosen) > 1
 
 
@@ -67,8 +50,8 @@ def test_other_sizes_in_any_order_use_one_artefact_and_stay_right():
 
     sizes = [(0, 1), (1, 0), (7, 5), (512, 256), (2048, 1), (4097, 300)]
     batches = [case([(kept, 0, new), (kept, new, 0)], 0, (64, 64), torch.bfloat16) for kept, new in sizes]
-    expected = [assert_near(*batch, ON_GPU) for batch in batches]
-    given = [split(*batch)[0] for batch in batches]
+    expected = [assert_near(batch, ON_GPU) for batch in batches]
+    given = [split(batch)[0] for batch in batches]
     before = harness.artefacts(cached_kernel)
     order = [i for n in range(40) for i in (5, n % 5, 0, 3, 1)]
     rapid = [(i, hstu_attention_cached(*given[i], scale_len=64, backend="triton")) for i in order]
@@ -79,15 +62,15 @@ def test_other_sizes_in_any_order_use_one_artefact_and_stay_right():
 
 def test_the_cache_is_not_copied_and_nothing_waits_for_the_device():
     # Few new tokens: the sums of parts of the cached keys, of all new rows each, are small beside the cache.
-    given, num_cached = case([(4000, 0, 16)] * 4, 3, (128, 128), torch.bfloat16, 4, heads=4)
+    new = case([(4000, 0, 16)] * 4, 3, (128, 128), torch.bfloat16, 4, heads=4)
     mask = AttentionMask(window=256, prefix=9)
 
     def attend():
         return hstu_attention_cached(*arguments, mask, scale_len=64, bias=bias, backend="triton")
 
-    arguments, bias = split(given, num_cached)
+    arguments, bias = split(new)
     expected = attend()
-    arguments[3] = cached(given, num_cached).options["parts"].layout.to("cuda")  # a layout not seen before
+    arguments[3] = new.options["parts"].layout.to("cuda")  # a layout not seen before
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
@@ -99,7 +82,7 @@ def test_the_cache_is_not_copied_and_nothing_waits_for_the_device():
 
 def test_poisoned_memory_and_neighbours():
     shapes = [(300, 9, 0), (0, 0, 0), (65, 0, 20), (5, 0, 0)]
-    arguments, bias = split(*case(shapes, 2, (64, 32), torch.bfloat16, 2))
+    arguments, bias = split(case(shapes, 2, (64, 32), torch.bfloat16, 2))
     options = {"scale_len": 64, "bias": bias, "backend": "triton"}
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     try:
@@ -113,13 +96,9 @@ def test_poisoned_memory_and_neighbours():
 @pytest.mark.parametrize("how", ["compile", "export"])
 def test_one_graph_for_all_sizes(how):
     model = Scorer(backend="triton").eval().to("cuda")
-    batches = [
-        tuple(tensor.to("cuda") for tensor in inputs(shapes, spare)) for spare, shapes in enumerate(BATCHES)
-    ]
-    with torch.no_grad():
-        if how == "compile":
-            made = torch.compile(model, dynamic=True, fullgraph=True)
-        else:
-            made = exported(model, batches[0]).module()
-        for batch in batches:
-            torch.testing.assert_close(made(*batch), model(*batch))
+    batches = [tuple(tensor.to("cuda") for tensor in batch) for batch in BATCHES]
+    if how == "compile":
+        made = torch.compile(model, dynamic=True, fullgraph=True)
+    else:
+        made = harness.exported(model, batches[0]).module()
+    harness.assert_serves(made, model, batches)

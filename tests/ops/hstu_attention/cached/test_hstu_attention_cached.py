@@ -15,107 +15,141 @@ from recsys.ops import (
 from recsys.ops.hstu_attention.block_sizes import Blocks
 from recsys.ops.jagged import padding
 from tests.ops import cases, harness, oracle
-from tests.ops.attention import BIAS, by_loops, problem
+from tests.ops.attention import BIAS, by_loops, large, problem
 from tests.ops.cases import MASKS, cut, layout_of, qkv, relative_bias, samples
-from tests.ops.harness import REFERENCE, Runner, runners
-from tests.ops.hstu_attention.cached.calls import cached, check, output
+from tests.ops.harness import REFERENCE, Case, OpTests, Problem, runners
+from tests.ops.hstu_attention.cached.calls import assert_near, behind, cached, check, output
 from tests.ops.oracle import Sample
-from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
 
-INTERPRETER = Runner("triton", "cpu")
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64, sums in another order
-
-# Of samples with 5, 0, 0, 6 and 1 events. With three contextual tokens a cache without events is not empty.
-SMALL_CUTS = ([0, 0, 0, 0, 0], [9, 9, 9, 9, 9], [2, 0, 0, 5, 1], [3, 0, 0, 0, 0])
-RAGGED = SMALL_CUTS[2]
 
 # Caches and new tokens inside a tile, over several, odd, empty; the last sample has nothing new.
 SHAPES = [(29, 5), (0, 3), (0, 0), (23, 0), (12, 19), (9, 0)]
-CUTS = {"ragged": [13, 0, 0, 22, 12, 9], "nothing cached": [0] * 6, "all cached": [99] * 6}
+RAGGED = [13, 0, 0, 22, 12, 9]
+SMALL = {"hstu_attention.cached.triton": {"blocks_for": lambda _: lambda *_: Blocks(16, 8, 4, 1)}}
+"""Several tiles a sample, several blocks a tile."""
 
-everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
-by_kernels = pytest.mark.parametrize("runner", runners("triton"))
+
+def case(num_cached, *given, **options) -> Case:
+    return Case(behind, num_cached, *given, **options)
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Several tiles a sample, several blocks a tile."""
-    if not INTERPRETED:
-        return
+def half(dtype) -> Case:
+    return Case(narrow, RAGGED, dtype, SHAPES, 3, AttentionMask(5, 4, True, 3), dims=(16, 7), scale_len=64)
+
+
+def narrow(num_cached, dtype, *given, **options) -> Problem:
+    return behind(num_cached, *given, heads=2, **options).cast(dtype)
+
+
+def compare(new, runner, view=None) -> None:
+    """In 16 bits at most twice as far from float64 as the reference of new tokens."""
+    if new.tensors["q"].dtype.itemsize == 8:
+        check(new, runner, view)
+    elif runner.is_interpreted:
+        harness.assert_near(new, runner, floor=0.0)
+    else:
+        assert_near(new, runner)
+
+
+@st.composite
+def random_cases(draw) -> Case:
+    sizes = st.tuples(st.integers(0, 400), st.integers(0, 150), st.integers(0, 150))
+    shapes = draw(st.lists(sizes, min_size=1, max_size=5))  # cached, new, targets
+    dims = draw(st.tuples(*[st.sampled_from([16, 33, 64, 128, 200, 256])] * 2))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    mask = draw(st.sampled_from([*MASKS, AttentionMask(130, 70, True, 5)]))
+    rest = (dims, dtype, draw(st.sampled_from([0, 0, None, 2])), mask)
+    return Case(large_behind, shapes, draw(st.sampled_from([0, 1, 6])), *rest)
+
+
+def large_behind(shapes, *given, **options) -> Problem:
+    """`large` attention of samples of so many cached events, new ones, and targets."""
+    whole = [(kept + new, targets) for kept, new, targets in shapes]
+    return cached(large(whole, *given, **options), [kept for kept, *_ in shapes])
+
+
+def library(device):
+    """D != V, a strided input, with a bias and without."""
     from recsys.ops.hstu_attention.cached import triton as triton_ops
 
-    monkeypatch.setattr(triton_ops, "blocks_for", lambda *_: Blocks(16, 8, 4, 1))
+    for batch, biased in ((samples(1, SHAPES), True), (samples(1, [(0, 0)]), False)):
+        parts, total = cut(batch, RAGGED[: len(batch)]), sum(sample.length for sample in batch)
+        tensors = [t.detach().float() for t in qkv(total, dim=3, v_dim=5)]
+        q, k, v, layout, cache_k, cache_v, old = parts.arguments(*tensors)
+        bias, more, last = parts.bias(relative_bias(total, rows=2)), (None,) * 4, None
+        if biased:
+            tables = (bias.position_table.float(), bias.time_table.float())
+            more, last = (*tables, bias.timestamps, bias.next_timestamps), bias.cache_timestamps
+        lengths = (layout.lengths, layout.offsets, layout.num_targets)
+        rest = (
+            *more,
+            0,
+            3,
+            2,
+            False,
+            2,
+            True,
+            0.5,
+            8.0,
+            False,
+            cache_k,
+            cache_v,
+            old.lengths,
+            old.offsets,
+            last,
+        )
+        arguments = [q, harness.turned(k), v, *lengths, *rest, 1]
+        moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in arguments]
+        yield triton_ops.hstu_attention_cached_triton, tuple(moved), False
 
 
-@pytest.mark.parametrize(
-    ("mask", "contextual"),
-    [(mask, 3 * (i.bit_count() % 2)) for i, mask in enumerate(MASKS)],
-    ids=str,
+NO_TOKENS = [SequenceLayout(torch.tensor(lengths, dtype=torch.int64)) for lengths in ([], [0, 0])]
+TESTS = OpTests(
+    compare=compare,
+    # Ragged caches meet all kinds of masks; caches of nothing and of everything do not depend on the mask.
+    kernels=[case(RAGGED, SHAPES, 3 * (i % 2), mask) for i, mask in enumerate(MASKS[1::9])]
+    + [case([size] * 6, SHAPES, 3, MASKS[26]) for size in (0, 99)]
+    + [
+        case(RAGGED, SHAPES, 1, mask, heads=rows or 1, bias_rows=rows)
+        for mask, rows in ((MASKS[3], None), (MASKS[21], 2), (MASKS[39], None))
+    ]
+    + [
+        case(RAGGED[:4], SHAPES[:4], heads=3, dims=dims, alpha=alpha)
+        for dims, alpha in (((16, 5), 0.0), ((24, 16), -0.7), ((1, 33), None))
+    ],
+    # Groups longer than a tile.
+    everywhere=[
+        case([17, 3, 9], [(21, 13), (7, 0), (9, 3)], 2, mask, bias_rows=1)
+        for mask in (AttentionMask(4, 3, True, 11), AttentionMask(target_group_size=3))
+    ],
+    halves=[half],
+    strided=case(RAGGED, SHAPES, 1, heads=2),
+    guarded=case(RAGGED[::-1], SHAPES[::-1], 1, heads=2),
+    empty=[
+        case([0] * layout.batch_size, [], heads=2, bias_rows=rows, layout=layout)
+        for layout in NO_TOKENS
+        for rows in (0, 2)
+    ],
+    random=random_cases(),
+    library=library,
+    wrapped=["hstu_attention.cached.triton"],
 )
-def test_the_reference_has_the_rows_of_the_whole(mask, contextual):
-    """Caches of nothing, of all events, ragged ones, and samples without one; with and without a bias.
-
-    All masks, and each pair of a setting of the mask and a number of contextual tokens.
-    """
-    for rows in (0, None, 2):
-        given = problem(cases.SHAPES, contextual, mask, heads=2, bias_rows=rows)
-        whole = output(given, REFERENCE)
-        for num_cached in SMALL_CUTS:
-            new = cached(given, num_cached)
-            torch.testing.assert_close(output(new, REFERENCE), new.options["parts"].new(whole), **EXACT)
 
 
-MASK_CASES = [(mask, 3 * (i % 2), "ragged") for i, mask in enumerate(MASKS[1::5])]
-MASK_CASES += [(mask, 3, cached) for mask in MASKS[1::25] for cached in ("nothing cached", "all cached")]
-
-
-@by_kernels
-@pytest.mark.parametrize(("mask", "contextual", "kept"), MASK_CASES, ids=str)
-def test_new_tokens_get_their_rows_of_the_whole(mask, contextual, kept, runner):
-    """Ragged caches meet all masks; caches of nothing and of everything do not depend on the mask."""
-    check(problem(SHAPES, contextual, mask), CUTS[kept], runner)
-
-
-@by_kernels
-@pytest.mark.parametrize(("mask", "rows"), list(zip(MASKS[3::9], [None, 2] * 3, strict=False)), ids=str)
-def test_bias(mask, rows, runner):
-    check(problem(SHAPES, 1, mask, heads=rows or 1, bias_rows=rows), CUTS["ragged"], runner)
-
-
-@everywhere
-@pytest.mark.parametrize("mask", [AttentionMask(4, 3, True, 11), AttentionMask(target_group_size=3)], ids=str)
-def test_groups_longer_than_a_tile(mask, runner):
-    """Against the loops."""
-    given = problem([(21, 13), (7, 0), (9, 3)], 2, mask, bias_rows=1)
-    new = cached(given, [17, 3, 9]).cast(torch.float64 if runner == REFERENCE else torch.float32)
-    expected = new.options["parts"].new(by_loops(**given.tensors, **given.options))
-    close = 1e-11 if runner == REFERENCE else 2e-5 if runner.is_interpreted else 1e-4
-    harness.assert_close([output(new, runner)], [expected], close)
-
-
-@by_kernels
-@pytest.mark.parametrize(
-    ("mask", "rows", "parts"),
-    list(zip(MASKS[1::9], [0, 2, None] * 2, [2, 8] * 3, strict=True)),
-    ids=str,
-)
-def test_keys_in_parts(mask, rows, parts, monkeypatch, runner):
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize(("rows", "parts"), [(0, 2), (2, 8), (None, 2), (0, 8)])
+def test_keys_in_parts(rows, parts, monkeypatch, runner):
     """Parts of several blocks, of one and of none, with each kind of bias. Sums that nobody has written are
     NaN."""
     from recsys.ops.hstu_attention.cached import triton as triton_ops
 
     monkeypatch.setattr(triton_ops, "num_parts", lambda *_: parts)
-    given = problem([(45, 5), (0, 3), (0, 0), (12, 19)], 2, mask, heads=2, bias_rows=rows)
-    check(given, [43, 0, 0, 12], runner)
+    shapes, mask = [(45, 5), (0, 3), (0, 0), (12, 19)], MASKS[10 + 9 * (parts == 8)]
+    check(behind([43, 0, 0, 12], shapes, 2, mask, heads=2, bias_rows=rows), runner)
 
 
-@by_kernels
-@pytest.mark.parametrize(("dims", "alpha"), [((16, 5), 0.0), ((24, 16), -0.7), ((1, 33), None)])
-def test_other_dimensions_and_alphas(dims, alpha, runner):
-    check(problem(SHAPES, heads=3, dims=dims, alpha=alpha), CUTS["ragged"], runner)
-
-
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=80)
 @hypothesis.given(data=st.data())
 def test_random_layouts_are_the_loops(data):
     shapes = data.draw(st.lists(st.tuples(*[st.integers(0, 5)] * 3), max_size=4), "cached, new, targets")
@@ -125,7 +159,7 @@ def test_random_layouts_are_the_loops(data):
         data.draw(st.integers(0, 3), "contextual") if shapes else 0,
         data.draw(st.sampled_from([*MASKS, AttentionMask(2, 1, True, 3)]), "mask"),
         heads=2,
-        bias_rows=data.draw(st.sampled_from([0, 2]), "bias"),
+        bias_rows=data.draw(st.sampled_from([0, None, 2]), "bias"),
         dims=(3, data.draw(st.sampled_from([1, 5]))),
         alpha=data.draw(st.sampled_from([None, 0.0, -0.7]), "alpha"),
     )
@@ -160,47 +194,7 @@ def test_lower_precision_of_the_reference_stays_near_float64(dtype, tolerance):
         torch.testing.assert_close(out, uncached, rtol=tolerance, atol=tolerance)
 
 
-@interpreted
-def test_float16():
-    """At most twice as far from float64 as the reference in float16. The interpreter lacks bfloat16."""
-    given = problem(SHAPES, 3, AttentionMask(5, 4, True, 3), heads=2, dims=(16, 7), scale_len=64)
-    half = cached(given.cast(torch.float16), CUTS["ragged"])
-    ours, theirs = (output(half, runner) for runner in (INTERPRETER, REFERENCE))
-    exact = output(half.cast(torch.float64), REFERENCE)
-    harness.assert_as_near([ours], [theirs], [exact], floor=0.0)
-
-
-@interpreted
-def test_nothing_is_written_past_the_last_row(monkeypatch):
-    new = cached(problem(SHAPES[::-1], 1, heads=2).cast(torch.float32), CUTS["ragged"][::-1])
-    with harness.guarded_memory(monkeypatch):
-        output(new, INTERPRETER)
-
-
-@interpreted
-def test_views_are_taken_as_they_are():
-    """New rows of one projection, and a cache that lies with its heads outside of its rows."""
-    batch = samples(1, SHAPES)
-    parts = cut(batch, CUTS["ragged"])
-    q, k, v = torch.randn(parts.layout.total_len, 2, 8).split([3, 3, 2], dim=2)
-    cache = torch.randn(2, parts.cache_layout.total_len, 5).transpose(0, 1).split([3, 2], dim=2)
-    ours, theirs = (
-        hstu_attention_cached(q, k, v, parts.layout, *cache, parts.cache_layout, scale_len=8, backend=backend)
-        for backend in ("triton", "reference")
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-@everywhere
-@pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_a_batch_without_tokens(lengths, runner):
-    layout = SequenceLayout(torch.tensor(lengths, dtype=torch.int64))
-    for rows in (0, 2):
-        given = problem([], heads=2, bias_rows=rows).cast(torch.float32).with_options(layout=layout)
-        assert output(cached(given, [0] * len(lengths)), runner).shape == (0, 2, 2)
-
-
-@everywhere
+@pytest.mark.parametrize("runner", runners("reference", "triton"))
 def test_a_sample_with_nan_spoils_no_other(runner):
     given = problem([(14, 1), (9, 2), (5, 2)], 1, heads=2).cast(torch.float32)
     new = cached(given, [3, 5, 5])
@@ -210,28 +204,6 @@ def test_a_sample_with_nan_spoils_no_other(runner):
     out = output(new, runner)
     assert torch.equal(out[:12], clean[:12]) and torch.equal(out[18:], clean[18:])
     assert out[12:18].isnan().all()
-
-
-@interpreted
-def test_the_library_op_in_the_interpreter(monkeypatch):
-    """Its schema and shapes without numbers: a compiler relies on them. D != V, a strided input."""
-    from recsys.ops.hstu_attention.cached import triton as triton_ops
-
-    monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
-    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
-    for batch in (samples(1, SHAPES), samples(1, [(0, 0)])):
-        parts = cut(batch, CUTS["ragged"][: len(batch)])
-        tensors = [t.detach().float() for t in qkv(sum(sample.length for sample in batch), dim=3, v_dim=5)]
-        q, k, v, layout, cache_k, cache_v, cached = parts.arguments(*tensors)
-        bias = parts.bias(relative_bias(sum(sample.length for sample in batch), rows=2))
-        tables = (bias.position_table.float(), bias.time_table.float())
-        times = (bias.timestamps, bias.next_timestamps)
-        lengths = (layout.lengths, layout.offsets, layout.num_targets)
-        kept = (cache_k, cache_v, cached.lengths, cached.offsets)
-        for more, last in (((*tables, *times), bias.cache_timestamps), ((None,) * 4, None)):
-            arguments = (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, *lengths, *more)
-            arguments = (*arguments, 0, 3, 2, False, 2, True, 0.5, 8.0, False, *kept, last, 1)
-            harness.opcheck(triton_ops.hstu_attention_cached_triton, arguments)
 
 
 test_the_kernel_in_the_interpreter = harness.interpreter_test(__file__)
@@ -278,7 +250,7 @@ def test_candidates_in_microbatches_against_one_cache(size):
 def test_it_is_the_same_however_it_is_cut_into_chunks(limits, monkeypatch):
     monkeypatch.setattr(padding, "CPU_LIMITS", padding.Limits(max_scores=limits[1], wasted_scores=limits[0]))
     given = problem(cases.SHAPES, 1, AttentionMask(window=2), heads=2, scale_len=3)
-    new = cached(given, RAGGED)
+    new = cached(given, [2, 0, 0, 5, 1])
     expected = new.options["parts"].new(by_loops(**given.tensors, **given.options))
     torch.testing.assert_close(output(new, REFERENCE), expected, rtol=1e-11, atol=1e-12)
 

@@ -32,7 +32,7 @@ from tests.tools.packaged import assert_packaged
 
 pytestmark = needs_gluon
 
-FORWARD = [*forward.SIZES.items(), *forward.LONG_SIZES.items()]
+FORWARD = [(128, forward.LONG_SIZES[128]), (64, forward.LONG_SIZES[64]), *forward.SIZES.items()]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,8 @@ def compiled_by_inductor(dim, sizes, monkeypatch, folder):
     ("dim", "sizes"), [FORWARD[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in FORWARD[1:])]
 )
 def test_inductor_compiles_the_kernel_in_place_of_its_stand_in(dim, sizes, monkeypatch, tmp_path):
-    """In 32 bits, for as many warps as the kernel has, within the memory that a program may have."""
+    """In 32 bits, for as many warps as the kernel has, within the memory that a program may have. The code is
+    that of the kernel itself: `test_hopper_compile.py` compiles it again with `--slow` only."""
     with embedding.embedding() as block:
         embedding.launched(hopper.forward_stand_in)
         compiled = compiled_by_inductor(dim, sizes, monkeypatch, tmp_path)
@@ -111,6 +112,7 @@ def test_inductor_compiles_the_kernel_in_place_of_its_stand_in(dim, sizes, monke
     program = assembled(compiled, tmp_path)
     program.check_resources(sizes.strips * sizes.computing_registers + sizes.loading_registers, 128)
     assert len(program.product_loops) == 2 * sizes.strips
+    assert sum("FSEL" in " ".join(loop) for loop in program.product_loops) == sizes.strips
     for loop in program.product_loops:
         check_loop(loop, dim, sizes.keys)
         assert not any("F64" in line or line.startswith("D") for line in loop)
@@ -119,7 +121,7 @@ def test_inductor_compiles_the_kernel_in_place_of_its_stand_in(dim, sizes, monke
 def test_outside_of_the_block_inductor_compiles_the_stand_in(monkeypatch, tmp_path):
     with embedding.embedding():
         pass
-    compiled = compiled_by_inductor(*FORWARD[0], monkeypatch, tmp_path)
+    compiled = compiled_by_inductor(64, forward.SIZES[64], monkeypatch, tmp_path)
     assert compiled.metadata.name == "forward_stand_in"
 
 

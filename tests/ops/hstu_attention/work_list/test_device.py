@@ -7,20 +7,15 @@ import torch
 
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.work_list import reference
-from tests.ops.harness import interpreter_test, runners, shrink
-from tests.tools.interpreter import INTERPRETED, interpreted
+from tests.ops.harness import interpreter_test, runners
+from tests.tools.interpreter import interpreted
 
 TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
 
 
-@pytest.fixture(autouse=True)
-def few_lanes(monkeypatch):
-    """Several programs in the interpreter."""
-    if INTERPRETED:
-        from recsys.ops.hstu_attention.work_list import kernels as device
-
-        few = {"LANES": 16, "CACHED_LANES": 16, "SAMPLES": 2, "ORDERED": 8, "COMPARED": 16}
-        shrink(monkeypatch, device, **few)
+FEW = {"LANES": 16, "CACHED_LANES": 16, "SAMPLES": 2, "ORDERED": 8, "COMPARED": 16}
+SMALL = {"hstu_attention.work_list.kernels": FEW}
+"""Several programs in the interpreter."""
 
 
 def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:

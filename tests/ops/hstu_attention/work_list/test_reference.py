@@ -115,10 +115,8 @@ def test_a_tail_leaves_out_tiles_of_rows_and_blocks_that_keys_would_visit():
             [work(mask, layout, 128, 64, tail=tail)[:, [COUNT_A, COUNT_B, COUNT_C]] for tail in (None, 512)]
             for work in (row_work, key_work)
         )
-        assert [len(items) for items in rows] == [
-            33,
-            6,
-        ]  # of 512 + 32 rows, and the one with contextual tokens
+        # Tiles of 512 + 32 rows, and the one with contextual tokens.
+        assert [len(items) for items in rows] == [33, 6]
         assert [len(items) for items in keys] == [33, 33]
         assert int(keys[1].sum()) < 0.75 * int(keys[0].sum())
         assert bool((keys[1][:, 0] > 0).all())  # contextual tokens look at all history
