@@ -1,8 +1,7 @@
 """Starts processes that score as forks of a server that has imported PyTorch, so that a reload need not.
 
-The server computes nothing, because a fork lacks the threads that a computation leaves behind. It leaves CUDA
-alone, which its forks could not use otherwise. It ends when the process that it serves and all forks have
-ended.
+The server computes nothing, because a fork lacks the threads that a computation leaves behind. It ends when
+the process that it serves and all forks have ended.
 """
 
 import multiprocessing
@@ -20,8 +19,9 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 def context() -> BaseContext:
-    """Returns the context that starts processes, as forks of the server unless a fork is not safe."""
-    if not _leaves_cuda_alone():
+    """Returns the context that starts processes: as forks of the server, but anew where there may be a GPU,
+    since libraries that ask for it could initialise CUDA in the server."""
+    if sys.platform != "linux" or environment.driver_version() is not None:
         return multiprocessing.get_context("spawn")
     chosen = multiprocessing.get_context("forkserver")
     chosen.set_forkserver_preload([_IMPORTS])
@@ -42,10 +42,3 @@ def signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _leaves_cuda_alone() -> bool:
-    """Whether libraries can be imported without an initialisation of CUDA: they count GPUs, by NVML if that
-    works, else by CUDA."""
-    driver = environment.driver_version()
-    return sys.platform == "linux" and (driver is None or not driver.startswith("unknown"))
