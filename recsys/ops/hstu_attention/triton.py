@@ -10,7 +10,6 @@ one node, whose kernels a compiler sees and embeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from recsys.ops.hstu_attention.bias.packed import (
     finished,
     launch_with_declared_memory,
     packed_arguments,
-    packed_parts,
     packed_tables,
     tables_constants,
     zero_sums,
@@ -88,12 +86,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         **bias_constants(packed, rows_first=True),
         **constants(problem, q, v, blocks),
     }
-    for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
-        arguments = [
-            *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
-            *(out, part, part.shape[0], num_heads, *strides(q, k, v), *scalars(problem), *of_bias),
-        ]
-        _launch(forward_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+    arguments = [
+        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
+        *(out, items, items.shape[0], num_heads, *strides(q, k, v), *scalars(problem)),
+        *bias_arguments_of(problem, items, blocks, wrap, packed),
+    ]
+    _launch(forward_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
     return out
 
 
@@ -162,14 +160,13 @@ def _launch_keys(
         **constants(problem, q, v, blocks),
     }
     shown = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)
-    for part, of_bias in parts_of(problem, items, blocks, wrap, packed, rows_first=False):
-        arguments = [
-            *operands(described, *shown),
-            *(out.k, out.v, part, part.shape[0], num_heads),
-            *(*strides(*given), *scalars(problem), *of_bias),
-            *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
-        ]
-        _launch(keys_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+    arguments = [
+        *operands(described, *shown),
+        *(out.k, out.v, items, items.shape[0], num_heads, *strides(*given), *scalars(problem)),
+        *bias_arguments_of(problem, items, blocks, wrap, packed, rows_first=False),
+        *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
+    ]
+    _launch(keys_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
 def _launch_rows(given: _Given, out: Gradients, problem: Problem, wrap: Wrap) -> None:
@@ -187,12 +184,12 @@ def _launch_rows(given: _Given, out: Gradients, problem: Problem, wrap: Wrap) ->
         **constants(problem, q, v, blocks),
     }
     shown = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)
-    for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
-        arguments = [
-            *operands(described, *shown),
-            *(out.q, part, part.shape[0], num_heads, *strides(*given), *scalars(problem), *of_bias),
-        ]
-        _launch(rows_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+    arguments = [
+        *operands(described, *shown),
+        *(out.q, items, items.shape[0], num_heads, *strides(*given), *scalars(problem)),
+        *bias_arguments_of(problem, items, blocks, wrap, packed),
+    ]
+    _launch(rows_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
 def _launch(
@@ -260,39 +257,27 @@ def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) 
     return wrap is unwrapped and packed_bias.is_packed(kernel, q, v, problem.bias)
 
 
-def parts_of(
+def bias_arguments_of(
     problem: Problem,
     items: Tensor,
     blocks: Blocks,
     wrap: Wrap,
-    packed: bool,
+    packed: bool = False,
     rows_first: bool = True,
     section: int | None = None,
-) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
-    """Yield the parts of `items` that the kernel is launched for, each with its bias arguments.
-
-    `section` is the one that `items` were built with.
-    """
-    arguments, bias = bias_arguments_of(problem, items, blocks, wrap, packed, rows_first), problem.bias
-    if not packed or bias is None:
-        return iter([(items, arguments)])
-    times, order = (bias.timestamps, bias.next_timestamps), (problem.mask, rows_first, section)
-    return packed_parts(arguments, times, problem.layout, items, order)
-
-
-def bias_arguments_of(
-    problem: Problem, items: Tensor, blocks: Blocks, wrap: Wrap, packed: bool = False, rows_first: bool = True
 ) -> list[Tensor | int]:
-    """Return the arguments from `position_table` on; if `packed`, without the records."""
+    """Return the arguments from `position_table` to `num_buckets`; `section` is the one that `items` were
+    built with."""
     layout, bias = problem.layout, problem.bias
-    key = (packed, blocks.rows, blocks.keys, packed and rows_first)
+    key = (packed, blocks.rows, blocks.keys, packed and rows_first, section)
     arguments = problem.shared.get(key)
     if arguments is None:
         if packed and bias is not None:
             tables = problem.shared.get(TABLES)
             if tables is None:
                 tables = problem.shared[TABLES] = packed_tables(bias, layout)
-            arguments = packed_arguments(bias, tables, layout, items, rows_first)
+            order = (problem.mask, rows_first, section)
+            arguments = packed_arguments(bias, tables, layout, items, order)
         else:
             arguments = bias_arguments(
                 bias, layout, layout.max_len, items, blocks.rows, blocks.keys, wrap, shared=wrap is unwrapped

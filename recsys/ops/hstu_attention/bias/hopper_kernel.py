@@ -41,7 +41,7 @@ from recsys.ops.hstu_attention.hopper.backward import UNSEEN, load_runs, load_ti
 from recsys.ops.hstu_attention.hopper.forward import WARPS, section_of, visible
 from recsys.ops.hstu_attention.mask_forms import rules
 from recsys.ops.hstu_attention.problem import Gradients, Problem
-from recsys.ops.hstu_attention.triton import operands, parts_of, scalars, strides
+from recsys.ops.hstu_attention.triton import bias_arguments_of, operands, scalars, strides
 from recsys.ops.hstu_attention.triton_kernels import VARYING
 from recsys.ops.hstu_attention.work_list import kernels as work_item
 from recsys.ops.hstu_attention.work_list import key_work
@@ -82,21 +82,14 @@ def backward(
         **tables_constants(sums),
         "num_warps": WARPS,
     }
-    for part, of_bias in parts_of(problem, items, BLOCKS, unwrapped, True, rows_first=False, section=section):
-        arguments = [
-            *operands(True, *((tensor, STRIP.value) for tensor in (q, k, v, grad_out, rows))),
-            out.k,
-            out.v,
-            part,
-            num_heads,
-            *strides(q, k, v, grad_out)[1::2],
-            *scalars(problem),
-            *of_bias,
-            *sums,
-            sums.by_bucket.shape[0],
-        ]
-        programs = part.shape[0] * num_heads
-        launch_with_declared_memory(biased_kernel, programs, arguments, compiled_for, gluon_descriptor)
+    arguments = [
+        *operands(True, *((tensor, STRIP.value) for tensor in (q, k, v, grad_out, rows))),
+        *(out.k, out.v, items, num_heads, *strides(q, k, v, grad_out)[1::2], *scalars(problem)),
+        *bias_arguments_of(problem, items, BLOCKS, unwrapped, True, rows_first=False, section=section),
+        *(*sums, sums.by_bucket.shape[0]),
+    ]
+    programs = items.shape[0] * num_heads
+    launch_with_declared_memory(biased_kernel, programs, arguments, compiled_for, gluon_descriptor)
     round_to(out.q, rows, 0.5 * problem.alpha / problem.scale_len)
     position_table, time_table = finished(sums, problem.scale_len, bias)
     return out._replace(position_table=position_table, time_table=time_table)

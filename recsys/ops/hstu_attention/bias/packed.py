@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -325,20 +325,6 @@ TABLE_BLOCK = 512
 PACKED_STEP = 2
 """Step of packed offsets (see `times_kernel`): samples begin at even indices, so that pairs load at once."""
 
-NUM_ARGUMENTS = 14
-"""Number of arguments that `bias_arguments` returns."""
-
-RECORDS = 3
-"""Index of the records among the arguments of `bias_arguments`."""
-
-MOST_RECORD_BYTES = 32
-"""Bytes of records per token. A batch that needs more, and more than `SMALL_RECORDS` in all, is cut into
-parts that are launched one after the other with records of their own. Samples of 8,192 tokens reach this
-limit."""
-
-SMALL_RECORDS = 2**22
-"""Bytes of records up to which a batch is never cut into parts."""
-
 
 def holds_edges(bias: RelativeBias) -> bool:
     """Return True if the inline assembly can hold all edges of the time buckets, which may span up to 34
@@ -377,16 +363,22 @@ def packed_tables(bias: RelativeBias, layout: SequenceLayout) -> PackedTables:
 
 
 def packed_arguments(
-    bias: RelativeBias, tables: PackedTables, layout: SequenceLayout, items: Tensor, rows_first: bool
+    bias: RelativeBias,
+    tables: PackedTables,
+    layout: SequenceLayout,
+    items: Tensor,
+    order: tuple[AttentionMask, bool, int | None],
 ) -> list[Tensor | int]:
     """Return what `bias_arguments` returns, for kernels with the inline assembly; `holds_edges` must hold.
 
     Differences: `time_table` is the look-up table, `time_edges` the output of `near_buckets_kernel`, and
-    `float_edges` a placeholder that `packed_parts` replaces by records. Offsets have step `PACKED_STEP`.
+    `float_edges` the records, `max_len / 256` bytes per token. Offsets have step `PACKED_STEP`.
 
     Args:
-        rows_first: whether items are tiles of rows.
+        order: what the order of `items` depends on: the mask, whether they are tiles of rows, and the
+            section.
     """
+    rows_first = order[1]
     given, num_buckets = (bias.timestamps, bias.next_timestamps), int(bias.time_table.shape[-1])
     sizes = (ptx.BLOCK_TOKENS, ptx.BLOCK_TOKENS)
     times, behind, key_bounds, next_times, ahead, row_bounds = kept(
@@ -401,12 +393,18 @@ def packed_arguments(
         given,
         lambda: _near_buckets(times, next_times, items, num_buckets),
     )
+    (records,) = kept(
+        layout,
+        ("bias_records", *order, num_buckets),
+        given,
+        lambda: [_records(row_bounds, key_bounds, items, rows_first, layout.max_len, num_buckets)],
+    )
     shared = tables.distances.shape[0] == 1
     return [
         tables.distances,
         tables.lookup,
         near[0 if rows_first else 1],
-        row_bounds,
+        records,
         times,
         behind,
         key_bounds,
@@ -418,44 +416,6 @@ def packed_arguments(
         tables.reach,
         num_buckets,
     ]
-
-
-def packed_parts(
-    arguments: list[Tensor | int],
-    times: tuple[Tensor, ...],
-    layout: SequenceLayout,
-    items: Tensor,
-    order: tuple[AttentionMask, bool, int | None],
-) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
-    """Yield all items and `arguments` with their records, or part after part to keep records in O(T) memory.
-
-    The records of a part are valid until the next part is requested.
-
-    Args:
-        times: times of the bias.
-        order: what the order of `items` depends on: the mask, whether they are tiles of rows, and the
-            section.
-    """
-    rows_first, num_buckets = order[1], arguments[NUM_ARGUMENTS - 1]
-    key_bounds, row_bounds = arguments[6], arguments[9]
-
-    def records(part: Tensor) -> Tensor:
-        return _records(row_bounds, key_bounds, part, rows_first, layout.max_len, num_buckets)
-
-    parts = num_parts(items.shape[0], layout)
-    if parts == 1:
-        name = ("bias_records", *order, num_buckets)
-        chosen = kept(layout, name, times, lambda: [records(items)])
-        yield items, [*arguments[:RECORDS], *chosen, *arguments[RECORDS + 1 :]]
-        return
-    for part in items.split(-(-items.shape[0] // parts)):
-        yield part, [*arguments[:RECORDS], records(part), *arguments[RECORDS + 1 :]]
-
-
-def num_parts(num_items: int, layout: SequenceLayout) -> int:
-    """Return the number of parts into which `packed_parts` cuts the items."""
-    allowed = max(MOST_RECORD_BYTES * layout.total_len, SMALL_RECORDS)
-    return -(-num_items * -(-layout.max_len // ptx.BLOCK_TOKENS) * ptx.RECORD_BYTES // allowed)
 
 
 def _near_buckets(

@@ -1,6 +1,5 @@
 """The bias by inline assembly: Triton's interpreter around `tests.tools.ptx` on a CPU, and a Hopper GPU."""
 
-import gc
 import itertools
 import sys
 from collections import defaultdict
@@ -8,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention
+from recsys.ops import AttentionMask, RelativeBias, SequenceLayout
 from recsys.ops.hstu_attention import Problem
 from tests.ops import harness
 from tests.ops.attention import BIAS, assert_near, large, with_neighbours
@@ -93,22 +92,6 @@ def test_gradients_of_the_gluon_kernel(times, shapes, contextual, rows, mask, ho
 
 
 @interpreted
-def test_parts_of_the_items_of_the_gluon_kernel_add_up(hopper_kernel, monkeypatch):
-    from recsys.ops.hstu_attention.bias import packed as bias_packed
-
-    grads, starts = [], []
-    monkeypatch.setattr(bias_packed, "MOST_RECORD_BYTES", 0)
-    for small in (bias_packed.SMALL_RECORDS, 64):
-        monkeypatch.setattr(bias_packed, "SMALL_RECORDS", small)
-        given = large([(66, 3), (5, 0)], 1, DIMS, torch.float16, 1, heads=1, times="hours")
-        grads.append(hopper_kernel(given))
-        starts.append(bias_packed.num_parts(3, given.options["layout"]))
-    assert starts == [1, 2]
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2**-10, atol=1e-6)  # in float16
-
-
-@interpreted
 def test_lists_with_tiles_that_nobody_needs(monkeypatch):
     """Without lengths on the host, lists have as many tiles as there can be, and the last ones are empty."""
     shapes = [(60, 3), (5, 0)]
@@ -119,63 +102,6 @@ def test_lists_with_tiles_that_nobody_needs(monkeypatch):
     unread = layout_of(samples(0, shapes))
     computed = harness.results(given.with_options(layout=unread), INTERPRETER)
     harness.assert_equal(computed, expected)
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """The number of items in each part for which records are made."""
-    from recsys.ops.hstu_attention.bias import packed as bias_packed
-
-    made, original = [], bias_packed._records
-    monkeypatch.setattr(
-        bias_packed, "_records", lambda *given: made.append(len(given[2])) or original(*given)
-    )
-    monkeypatch.setattr(bias_packed, "MOST_RECORD_BYTES", 0)
-    return made
-
-
-@interpreted
-def test_parts_of_the_items_add_up(made, monkeypatch):
-    """Each tile with records of its own, where the records of all would take too much memory; to the bit."""
-    from recsys.ops.hstu_attention.bias import packed as bias_packed
-
-    found = []
-    for small in (bias_packed.SMALL_RECORDS, 64):  # with a new layout each, which has kept nothing
-        monkeypatch.setattr(bias_packed, "SMALL_RECORDS", small)
-        given = large([(66, 3), (5, 0)], 1, DIMS, torch.float16, 1, heads=1, times="hours")
-        found.append(harness.results(given.with_options(deterministic=True), INTERPRETER))
-    assert made == [3, 3] + 3 * [2, 1]  # of rows and of keys; forward, keys, rows
-    harness.assert_equal(*found)
-
-
-def test_records_take_a_bounded_number_of_bytes_a_token(monkeypatch):
-    """For samples of any length, all items in their order; in one part up to 8,192 tokens."""
-    pytest.importorskip("triton")
-    from recsys.ops.hstu_attention.bias import packed as bias_packed
-    from recsys.ops.hstu_attention.bias.packed import NUM_ARGUMENTS, RECORDS, packed_parts
-
-    class Nothing:
-        def __getitem__(self, grid):
-            return lambda *arguments, **constants: None
-
-    monkeypatch.setattr(bias_packed, "records_kernel", Nothing())
-    bytes_a_token = {}
-    for length, number in ((512, 512), (2048, 128), (8192, 32), (65536, 8), (2**19, 1)):
-        layout = layout_of(samples(0, [(length, 0)] * number))
-        items = torch.arange(layout.total_len // 64)[:, None].expand(-1, 12)
-        dummy, times = torch.zeros(1), (torch.zeros(1), torch.zeros(1))
-        arguments = [dummy] * (NUM_ARGUMENTS - 1) + [40]
-        taken, seen = [], []
-        for part, given in packed_parts(arguments, times, layout, items, (AttentionMask(), True, None)):
-            taken.append(given[RECORDS].nbytes)
-            seen.append(part)
-            assert given[:RECORDS] == arguments[:RECORDS] and given[RECORDS + 1 :] == arguments[RECORDS + 1 :]
-        assert torch.equal(torch.cat(seen), items)
-        assert len(taken) == max(1, length // 8192)
-        bytes_a_token[length] = max(taken) / layout.total_len
-    # 16 bytes for each of length / 64 blocks of a tile of 64 tokens, as long as that is at most 32.
-    assert bytes_a_token[2048] == pytest.approx(8, abs=1e-3)
-    assert max(bytes_a_token.values()) == pytest.approx(32, abs=0.3)
 
 
 test_the_kernels_in_the_interpreter = harness.interpreter_test(__file__)
@@ -289,44 +215,6 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
         ("tables_kernel", 1, 1),
         ("times_kernel", 1, 0),
     ]
-
-
-@on_a_gpu
-@pytest.mark.parametrize("mask", MASKS[:2], ids=str)
-def test_kernels_started_for_parts_of_the_items(mask, made, monkeypatch):
-    """The records of all blocks are taken for too large to keep."""
-    from recsys.ops.hstu_attention.bias import packed as bias_packed
-
-    monkeypatch.setattr(bias_packed, "SMALL_RECORDS", 2**12)
-    for number, (shapes, rows) in enumerate(itertools.product(SHAPES[::2], [None, 2])):
-        check(shapes, 1, rows, KINDS[number], DIMS, torch.bfloat16, mask)
-    assert len(made) > 2 * 4 * 5  # more than one part for each kernel
-
-
-@on_a_gpu
-def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
-    """Memory of forward and backward beyond their inputs; 65,536 tokens and 512. Records of all blocks would
-    take 512 bytes a token."""
-    from recsys.ops.hstu_attention.bias import packed as bias_packed
-
-    monkeypatch.setattr(bias_packed, "SMALL_RECORDS", 0)
-
-    def peak(length):
-        given = large([(length, 0), (length, 0)], 0, DIMS, torch.bfloat16, 1, heads=1)
-        given = harness.on_device(given, ON_GPU)
-        leaves = [tensor.requires_grad_() for tensor in given.tensors.values()]
-        layout, cotangent = given.options["layout"], torch.randn_like(leaves[0])
-        bias = RelativeBias(*leaves[3:], *(given.options[name] for name in BIAS[2:]))
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        out = hstu_attention(*leaves[:3], layout, scale_len=length, bias=bias, backend="triton")
-        torch.autograd.grad(out, leaves, cotangent)
-        return (torch.cuda.max_memory_allocated() - held) / layout.total_len
-
-    _, short, long = peak(512), peak(512), peak(2**16)
-    assert 0 < long < 1.1 * short, (short, long)
 
 
 @on_a_gpu
