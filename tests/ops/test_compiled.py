@@ -178,16 +178,16 @@ def linear_logp(kernel, width, dtype, full) -> Case:
     return Case(function, types, constants, "*fp32", programs=blocks.programs, ptx=ptx)
 
 
-def top_k(kernel, width, dtype) -> Case:
+def top_k(kernel, width) -> Case:
     """A number of a query may spill, which is read once a group."""
     from recsys.ops.top_k import triton as triton_launch
 
-    constants = {"D": width, "BLOCK_D": width, "STEP": triton_launch.STEP, "COPIED": dtype == torch.float32}
+    constants = {"D": width, "BLOCK_D": width, "STEP": triton_launch.STEP}
     constants |= {"GROUP": triton_launch.BLOCKS[width].group, "K": 16, "CLASSES": triton_launch.CLASSES}
     constants |= {"REMOVED": triton_launch.REMOVED, "num_warps": triton_launch.WARPS}
     types = dict.fromkeys(("widths", "share", "facts", "queries"), "*fp32")
     types |= dict.fromkeys(("removed", "removed_offsets", "best"), "*i64")
-    types |= {"maxima": "*i32", "items": NAMES[dtype], "copy": "*fp16"}
+    types |= {"maxima": "*i32", "items": "*fp32", "copy": "*fp16"}
     return Case(getattr(triton_launch, kernel), types, constants, "i32", spills=8)
 
 
@@ -196,7 +196,7 @@ def top_k_product(width) -> Case:
 
     blocks = triton_launch.BLOCKS[width]
     rows = {"query_rows": blocks.queries, "item_rows": blocks.group}
-    types = {name: f"tensordesc<bf16[{count},{width}]>" for name, count in rows.items()}
+    types = {name: f"tensordesc<fp16[{count},{width}]>" for name, count in rows.items()}
     constants = {"BLOCK_M": blocks.queries, "GROUP": blocks.group}
     constants |= {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     types["maxima"] = "*i32"
@@ -272,8 +272,8 @@ LOGP = [
     for kernel, kind, full in product(("forward", "of hidden", "of weight"), LOGP_KINDS, BOTH)
 ]
 LOGP_USUAL = [case for case in LOGP if case[1:] == (128, torch.bfloat16, False)]
-TOP_K = product(("measure_kernel", "choose_kernel"), (64, 128, 256, 512), NAMES)
-TOP_K_USUAL = [case for case in TOP_K if case[1:] == (128, torch.bfloat16)]
+TOP_K = product(("measure_kernel", "choose_kernel"), (64, 128, 256, 512))
+TOP_K_USUAL = [case for case in TOP_K if case[1] == 128]
 ITEMS = [(True, False, 128, 128), (False, True, 128, 128), (False, False, 128, 128)]
 ITEMS += [(False, True, 128, 64), (False, False, 128, 64), (False, False, 192, 64)]
 

@@ -99,7 +99,6 @@ def _facts(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_leng
 
 
 MAX_WIDTH = 512
-
 MAX_K = 256
 
 

@@ -53,10 +53,8 @@ CHUNK_QUERIES = 4096
 """Queries processed at a time."""
 
 CHUNK_BYTES = 512 * 2**20
-"""Byte limit for the largest scores of a chunk's groups, and again for the chunk's rounded items."""
-
-CHUNK_ITEMS = 2**30
-"""Most items per chunk, so that 32 bits number its rows."""
+"""Byte limit for the largest scores of a chunk's groups, and again for the chunk's rounded items, whose rows
+are then few enough for 32 bits."""
 
 PART = 64
 """Groups per program: many, so that queries are loaded rarely, but few enough for programs to end
@@ -101,7 +99,7 @@ def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths
         scores = torch.full((len(queries), k), -torch.inf, device=queries.device)
         return TopK(scores, torch.full_like(scores, -1, dtype=torch.int64))
     queries, items = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (queries, items))
-    rounded = round_queries(queries, torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float16)
+    rounded = round_queries(queries)
     best = torch.empty(len(queries), block_width(k), dtype=torch.int64, device=queries.device)
     on_device = Removed(removed, removed_lengths, queries.device)
     for start in range(0, len(queries), CHUNK_QUERIES):
@@ -161,42 +159,36 @@ class _Search(NamedTuple):
 def _search(search: _Search) -> None:
     """Merges the best of all items into `best`, chunk by chunk."""
     items, device = search.items, search.items.device
-    copied = not _is_ready(items)
     columns = search.rounded.rows.shape[1]
     blocks = BLOCKS[padded_width(int(items.shape[1]))]
-    chunk = chunk_of(len(search.queries), 2 * columns if copied else 0, len(items), blocks.group)
+    chunk = chunk_of(len(search.queries), 2 * columns, len(items), blocks.group)
     groups = _up(chunk, blocks.group) // blocks.group
     maxima = torch.empty(len(search.queries) * _up(groups, 16), dtype=torch.int32, device=device)
     widths = torch.empty(groups, dtype=torch.float32, device=device)
-    copies = torch.empty(chunk if copied else 0, columns, dtype=search.rounded.rows.dtype, device=device)
+    copies = torch.empty(chunk, columns, dtype=torch.float16, device=device)
     for first in range(0, len(items), chunk):
-        part = items[first : first + chunk]
+        part = items[first : first + chunk].float()
         groups = _up(len(part), blocks.group) // blocks.group
-        rows = copies[: len(part)] if copied else part
+        rows = copies[: len(part)]
         measure(part, rows, widths, search.rounded.share, blocks.group)
         scores = maxima[: len(search.queries) * _up(groups, 16)].view(len(search.queries), -1)
         launch_coarse(search.rounded.rows, rows, scores, groups, blocks)
-        choose(search, scores, widths, first, len(part), blocks.group)
+        choose(search, scores, widths, first, part, blocks.group)
 
 
 def chunk_of(num_queries: int, item_bytes: int, num_items: int, group: int) -> int:
-    """Returns the number of items per chunk: whole groups, with chunks of about equal size.
-
-    Args:
-        item_bytes: bytes of an item's rounded copy; 0 without copies.
-    """
-    most = min(CHUNK_BYTES // (4 * num_queries) * group, CHUNK_ITEMS)
-    if item_bytes:
-        most = min(most, CHUNK_BYTES // item_bytes)
+    """Returns the number of items per chunk: whole groups, with chunks of about equal size; `item_bytes` are
+    those of an item's rounded copy."""
+    most = min(CHUNK_BYTES // (4 * num_queries) * group, CHUNK_BYTES // item_bytes)
     most = max(most // group, 1) * group
     chunks = -(-num_items // most)
     return _up(-(-num_items // chunks), group)
 
 
-def round_queries(queries: Tensor, dtype: torch.dtype) -> Rounded:
+def round_queries(queries: Tensor) -> Rounded:
     """Launches `round_kernel`."""
     width = int(queries.shape[1])
-    rows = queries.new_empty(len(queries), _up(width, 8), dtype=dtype)
+    rows = queries.new_empty(len(queries), _up(width, 8), dtype=torch.float16)
     rounded = Rounded(rows, queries.new_empty(len(queries), 3), queries.new_zeros(1))
     round_kernel[(len(queries),)](
         queries,
@@ -213,7 +205,7 @@ def round_queries(queries: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def measure(items: Tensor, rows: Tensor, widths: Tensor, share: Tensor, group: int) -> None:
-    """Writes the bounds of groups to `widths`, and rounded items to `rows` unless `rows` are the items."""
+    """Writes the bounds of groups to `widths`, and rounded items to `rows`."""
     width = int(items.shape[1])
     measure_kernel[(_up(len(items), group) // group,)](
         items,
@@ -227,7 +219,6 @@ def measure(items: Tensor, rows: Tensor, widths: Tensor, share: Tensor, group: i
         BLOCK_D=padded_width(width),
         STEP=STEP,
         GROUP=group,
-        COPIED=rows is not items,
         num_warps=WARPS,
     )
 
@@ -258,9 +249,9 @@ def part_of(tiles: int, num_groups: int, device: torch.device) -> int:
     return max(1, min(PART, tiles * num_groups // programs))
 
 
-def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_items: int, group: int) -> None:
+def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, items: Tensor, group: int) -> None:
     """Scores the groups of a chunk that may hold one of the best items, and updates `best`."""
-    width, items = int(search.items.shape[1]), search.items[first : first + num_items]
+    width, num_items = int(items.shape[1]), len(items)
     choose_kernel[(len(search.queries),)](
         maxima,
         widths,
@@ -291,12 +282,6 @@ def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_item
 def padded_width(width: int) -> int:
     """Returns the columns of a block that holds whole rows."""
     return block_width(width, least=64)
-
-
-def _is_ready(items: Tensor) -> bool:
-    """Returns True if items can be multiplied without a copy: 16 bits, rows at multiples of 16 bytes."""
-    aligned = items.data_ptr() % 16 == 0 and items.stride(0) * items.element_size() % 16 == 0
-    return items.dtype.itemsize == 2 and aligned
 
 
 def _up(number: int, step: int) -> int:
@@ -376,10 +361,10 @@ def round_kernel(
 @triton.jit(do_not_specialize=["num_items"])
 def measure_kernel(
     items, copy, widths, share, num_items, stride, stride_copy,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, COPIED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes widths [groups] float32: for a query of length 1, the largest error bound of the group's items.
-    With COPIED also writes copy [items, stride_copy], the rounded items, zero past column D.
+    """Writes widths [groups] float32: for a query of length 1, the largest error bound of the group's items;
+    and copy [items, stride_copy], the rounded items, zero past column D.
 
     share: the error from rounding queries and from sums, relative to an item's length.
     """
@@ -393,16 +378,14 @@ def measure_kernel(
         column = first + tl.arange(0, STEP)[None, :]
         x = tl.load(items + start * stride + column, mask=inside & (column < D), other=0.0).to(tl.float32)
         squares += tl.sum(x * x, 1)
-        if COPIED:
-            rounded = x.to(copy.dtype.element_ty)
-            tl.store(copy + start * stride_copy + column, rounded, mask=inside & (column < stride_copy))
-            rest = x - rounded.to(tl.float32)
-            squares_of_rest += tl.sum(rest * rest, 1)
+        rounded = x.to(copy.dtype.element_ty)
+        tl.store(copy + start * stride_copy + column, rounded, mask=inside & (column < stride_copy))
+        rest = x - rounded.to(tl.float32)
+        squares_of_rest += tl.sum(rest * rest, 1)
     missing = D * SMALLEST
     of_share = tl.load(share)
     width = of_share * (tl.sqrt(squares) + missing)
-    if COPIED:
-        width += (1.0 + of_share) * (tl.sqrt(squares_of_rest) + missing)
+    width += (1.0 + of_share) * (tl.sqrt(squares_of_rest) + missing)
     width = tl.where(width < ANYTHING, width * UPWARD, ANYTHING)  # also replaces NaN
     tl.store(widths + group, tl.max(tl.where(row < num_items, width, 0.0), 0))
 
