@@ -183,6 +183,13 @@ def strided(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """The same numbers in rows that are further apart, with NaN between them."""
+    if tensor.dim() < 2:
+        return tensor
+    return torch.cat([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., : tensor.shape[-1]]
+
+
 def turned(tensor: Tensor) -> Tensor:
     """The same numbers with the first dimension innermost in memory, as in a transposed tensor."""
     return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor

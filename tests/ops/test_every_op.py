@@ -187,7 +187,7 @@ def test_16_bits(op, runner):
 
 
 @by_kernels
-@pytest.mark.parametrize("view", [harness.strided, harness.turned])
+@pytest.mark.parametrize("view", [harness.apart, harness.strided, harness.turned])
 @having("strided")
 def test_tensors_and_cotangents_with_other_strides(op, view, runner):
     check(op, demands(op).strided, runner, view=view)
