@@ -1,4 +1,4 @@
-"""What must hold of every op, case and backend, by the arguments and problems of the op's own tests."""
+"""Tests that every op, case and backend must pass, by the arguments and problems of the op's own tests."""
 
 import importlib
 import re
