@@ -311,7 +311,7 @@ def assert_as_near(
 
 @dataclasses.dataclass(frozen=True)
 class OpTests:
-    """What `test_every_op.py` checks of an op.
+    """The cases of an op that `test_every_op.py` checks.
 
     Attributes:
         compare: compares what a runner computes with what is right; takes a problem, a runner, the `near` of
