@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental import _config as fx_config
 
 from recsys.ops import SequenceLayout, explain, last_backend
@@ -184,6 +183,13 @@ def strided(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """The same numbers in rows that are further apart, with NaN between them."""
+    if tensor.dim() < 2:
+        return tensor
+    return torch.cat([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., : tensor.shape[-1]]
+
+
 def turned(tensor: Tensor) -> Tensor:
     """The same numbers with the first dimension innermost in memory, as in a transposed tensor."""
     return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if tensor.dim() > 1 else tensor
@@ -305,12 +311,13 @@ def assert_as_near(
 
 @dataclasses.dataclass(frozen=True)
 class OpTests:
-    """What `test_every_op.py` checks of an op.
+    """The cases of an op that `test_every_op.py` checks.
 
     Attributes:
         compare: compares what a runner computes with what is right; takes a problem, a runner, the `near` of
             a case, and by `view` how tensors are passed.
         expected: the formulas, which take what the op takes, less the backend; see `assert_is`.
+        close: how near to them the reference is.
         exact: cases in which the reference has the numbers of the formulas.
         kernels: cases for kernels, in the interpreter and on a GPU.
         everywhere: cases for the reference, too.
@@ -326,6 +333,7 @@ class OpTests:
 
     compare: Callable[..., Any] = assert_near
     expected: Callable[..., Any] | None = None
+    close: float = 1e-11
     exact: Sequence[Case] = ()
     kernels: Sequence[Case] = ()
     everywhere: Sequence[Case] = ()
@@ -470,6 +478,8 @@ def assert_trained_by_one_graph(
     **close: float,
 ) -> None:
     """One compiled graph, traced once, has the outputs and gradients of eager mode; `leaves` of a batch."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds, which the interpreter spares
+
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     for batch in batches:
@@ -482,15 +492,20 @@ def assert_trained_by_one_graph(
     assert counter.frame_count == 1
 
 
-def assert_traced(function: Callable[..., Any], *arguments: Tensor, kernels: int) -> torch.fx.Graph:
-    """A graph with symbolic sizes holds so many Triton kernels, whose grids depend on the sizes."""
+def assert_traced(
+    function: Callable[..., Any], *arguments: Tensor, kernels: int, every: bool = False
+) -> torch.fx.Graph:
+    """A graph with symbolic sizes holds so many Triton kernels, the first of which, or every one,
+    has a grid that depends on the sizes."""
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with set_wrap_triton_enabled(True):
         traced = make_fx(function, tracing_mode="symbolic")(*arguments)
     nodes = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(nodes) == kernels and not any(isinstance(n.kwargs["grid"][0][0], int) for n in nodes)
+    checked = nodes if every else nodes[:1]
+    assert len(nodes) == kernels
+    assert not any(isinstance(node.kwargs["grid"][0][0], int) for node in checked)
     return traced.graph
 
 
