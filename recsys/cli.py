@@ -6,7 +6,9 @@ or gone, 130 and 143 after a signal, 141 if the output is no longer read.
 """
 
 import argparse
+import contextlib
 import errno
+import faulthandler
 import gc
 import logging
 import os
@@ -128,9 +130,20 @@ def _recorded(action: Callable[[], int | None]) -> Callable[[], int | None]:
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return action
-    from torch.distributed.elastic.multiprocessing.errors import record
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may have been replaced
+        faulthandler.enable(all_threads=True)
 
-    return record(action)
+    def run() -> int | None:
+        try:
+            return action()
+        except Exception as error:
+            # Only an error is worth this import, which takes seconds.
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+            raise
+
+    return run
 
 
 def _guard(action: Callable[[], int | None]) -> int:

@@ -96,7 +96,7 @@ def test_warnings_of_a_config_are_shown_once_for_all_processes(folder, run, monk
 
 
 def test_torchs_own_log_is_quiet_before_torch_is_there(folder, run, monkeypatch):
-    """Under torchrun the command line imports it."""
+    """A command imports it later."""
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     assert cli.main("train", run, ["--config", "x.config", "--validate"]) == 0
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"

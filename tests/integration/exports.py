@@ -24,13 +24,24 @@ QUICKSTART_OUTPUT = "quickstart.txt"
 RARE = ("follow", "comment", "forward", "hate")
 """Kinds of actions that the shorter quickstart leaves out."""
 
+LIKE_OTHERS = (
+    ("author_id", "[HISTORY, CANDIDATE]"),
+    ("follow_user_num_range", "[USER]"),
+    ("register_days_range", "[USER]"),
+)
+"""Features that are left out, with their sides: the others have all kinds of features among them."""
+
 SHORT = {
     "num_epochs: 2": "num_steps: 40",
     "warmup_steps: 50": "warmup_steps: 10",
     "num_workers: 1": "num_workers: 0",
-    # The compiler takes time for each layer and each kind of action.
+    # The compiler takes time for each layer, each kind of action and each feature.
     "num_layers: 2": "num_layers: 1",
     **{f'          bits {{ name: "is_{name}" bit: {bit} }}\n': "" for bit, name in enumerate(RARE, start=2)},
+    **{
+        f'features {{ name: "{name}" sides: {sides} id {{ vocabulary {{}} }} }}\n': ""
+        for name, sides in LIKE_OTHERS
+    },
 }
 """Changes of the text of configs/quickstart.config."""
 

@@ -63,7 +63,7 @@ def serving(package, *flags, code=0, alone=False, **options):
 
 
 def said_by_serve(*flags, code=0) -> str:
-    """What the command prints until it ends, in a fork that loads packages without imports."""
+    """Runs the command in a fork that loads packages without imports, and returns the printed text."""
     return finish(start_command("serve", *flags, "--port", 0, shares_scoring_server=True), code)
 
 
