@@ -14,6 +14,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.runtime import triton_heuristics
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.experimental import _config as symbolic
 
@@ -77,7 +78,7 @@ def compile_graph(
         with environment.quiet_export(), _uncached(), oblivious, torch.no_grad():
             captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
             shrink(captured)
-        settings = _settings(pipeline)
+        settings = _settings(pipeline, example[0].device)
         if embedded.launched:
             settings["compile_threads"] = 1
         if weights is not None:
@@ -89,7 +90,7 @@ def compile_graph(
             }
             weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
         try:
-            with _archive(path) as file, environment.quiet_export(), _uncached():
+            with _archive(path) as file, environment.quiet_export(), _uncached(), _empty_grids():
                 torch._inductor.aoti_compile_and_package(
                     captured, package_path=file, inductor_configs=settings
                 )
@@ -117,7 +118,32 @@ def _uncached() -> AbstractContextManager[None]:
     return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
 
 
-def _settings(pipeline: pb.Pipeline) -> dict[str, object]:
+@contextmanager
+def _empty_grids() -> Iterator[None]:
+    """Makes packages launch nothing for tensors without entries, as with PyTorch 2.13, during the block.
+
+    The code that PyTorch 2.11 writes for a GPU divides by zero there if a kernel has two dimensions, which
+    ends the process.
+    """
+    grid = getattr(triton_heuristics, "Grid2DWithYZOverflow", None)
+    if grid is None:
+        yield
+        return
+    generate = grid.generate
+
+    def generate_guarded(self, *args, **kwargs):
+        generate(self, *args, **kwargs)
+        if self.mode == "cpp" and "y_grid_div_ == 0" not in str(self.y_grid):
+            self.y_grid = f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
+
+    grid.generate = generate_guarded
+    try:
+        yield
+    finally:
+        grid.generate = generate
+
+
+def _settings(pipeline: pb.Pipeline, device: torch.device) -> dict[str, object]:
     """Returns the settings of Inductor."""
     settings: dict[str, object] = {
         "aot_inductor.check_lowerbound": False,
@@ -125,6 +151,9 @@ def _settings(pipeline: pb.Pipeline) -> dict[str, object]:
         "aot_inductor.compile_wrapper_opt_level": "O0",
         # On a GPU, padding of matrices to faster sizes would bound inputs by the sizes of the example.
         "shape_padding": False,
+        # On a GPU, Inductor runs each kernel while it compiles, on made-up numbers: an index that follows from
+        # them would fail the check, and the process could use the GPU no more. The graphs clamp such indices.
+        "assert_indirect_indexing": device.type == "cpu",
         # Without this setting, PyTorch would compile and run a program per instruction set to find out
         # which ones this machine has, which takes a minute.
         "cpp.simdlen": 256,

@@ -1,5 +1,6 @@
 """The target that graphs are compiled for, and the messages when the compiler or a disk fails."""
 
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -8,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor.runtime import triton_heuristics
 from torch.fx.experimental import _config as symbolic
 
+from recsys import environment
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference.compiler import compile_graph, instruction_set
@@ -159,6 +162,46 @@ def test_layers_share_a_list_of_work():
     targets = [node.target for graph in graphs for node in graph.nodes]
     assert len(graphs) == 2
     assert targets.count(torch.ops.aten.argsort.stable) == 2, "one of the samples and one of the tiles"
+
+
+@pytest.mark.parametrize("entries", [0, 1, 64, 65, 64 * 65_535 + 1, 64 * 200_000])
+def test_code_for_a_gpu_computes_a_grid_for_any_number_of_entries(entries, monkeypatch, tmp_path):
+    """A kernel of two dimensions is launched with enough programs, none if there is nothing to do. The code
+    is compiled and run: it would divide by zero with PyTorch 2.11 as it is."""
+    written = []
+
+    def write(*_, **__):
+        meta = {"grid_type": "Grid2DWithYZOverflow"}
+        written.append(triton_heuristics.GridExpr.from_meta(meta, {"XBLOCK": 32, "YBLOCK": 64}, mode="cpp"))
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
+    compile_double(tmp_path / "double.pt2")
+    (grid,) = written
+    lines = [f"int64_t xnumel = 70, ynumel = {entries};", *grid.prefix]
+    lines += [f"uint32_t grid_{axis} = {getattr(grid, f'{axis}_grid')};" for axis in "xyz"]
+    body = " ".join([*lines, 'printf("%u %u %u", grid_x, grid_y, grid_z);'])
+    source, program = tmp_path / "grid.cpp", tmp_path / "grid"
+    source.write_text(f"#include <cstdint>\n#include <cstdio>\nint main() {{ {body} }}\n")
+    subprocess.run([environment.find_cxx(), source, "-o", program], check=True)
+    x, y, z = map(int, subprocess.run([program], check=True, capture_output=True).stdout.split())
+    assert x == 3 and y <= 65_535
+    assert y * z == 0 if entries == 0 else 0 <= y * z - -(-entries // 64) < z
+
+
+def test_indices_are_checked_in_code_for_a_cpu_only(monkeypatch, tmp_path):
+    """On a GPU, kernels run while they are compiled, on numbers that mean nothing."""
+    settings = []
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda *_, inductor_configs, **__: settings.append(
+            inductor_configs["assert_indirect_indexing"]
+        )
+    )  # fmt: skip
+    compile_double(tmp_path / "double.pt2")
+    specs = [TensorSpec("x", torch.float32, ("rows",))]
+    compile_graph(
+        Double().eval(), specs, (torch.ones(3, device="meta"),), tmp_path / "on_gpu.pt2", pb.Pipeline()
+    )
+    assert settings == [True, False]
 
 
 @pytest.mark.parametrize(

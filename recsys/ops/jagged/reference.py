@@ -20,7 +20,7 @@ def run(values: Sequence[Tensor], index: Tensor, inverse: Tensor | None, *, comp
 def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None, *, complete: bool = False) -> Tensor:
     """Run `gather_rows` with a single source."""
     if is_exporting():  # an exported graph needs no gradient
-        return _take(values, index, complete)
+        return _take_within(values, index, complete)
     return _GatherRows.apply(values, index, inverse)
 
 
@@ -55,9 +55,21 @@ def _take(values: Tensor, index: Tensor, complete: bool = False) -> Tensor:
     on_host = index.device.type == "cpu" and not torch.compiler.is_compiling()
     if complete or (on_host and bool((index >= 0).all())):
         return values.index_select(0, index)
-    # An extra row of zeros serves -1. (Gathering row 0 and multiplying by 0 would spread a NaN.)
-    with_zeros = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-    return with_zeros.index_select(0, torch.where(index < 0, values.shape[0], index))
+    return _with_zeros(values).index_select(0, torch.where(index < 0, values.shape[0], index))
+
+
+def _take_within(values: Tensor, index: Tensor, complete: bool) -> Tensor:
+    """Take rows in a graph for a package, which reads no memory outside of `values` whatever the index says:
+    AOTInductor runs the kernels that it compiles for a GPU on made-up numbers."""
+    if complete:
+        return values.index_select(0, index.clamp(0, values.shape[0] - 1))
+    place = torch.where(index < 0, values.shape[0], index).clamp(max=values.shape[0])
+    return _with_zeros(values).index_select(0, place)
+
+
+def _with_zeros(values: Tensor) -> Tensor:
+    """Append a row of zeros, which serves -1. (Gathering row 0 and multiplying by 0 would spread a NaN.)"""
+    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
 
 
 def _check_injective(index: Tensor, inverse: Tensor) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.layout_facts import offsets_from_lengths
 
 
 class ChunkTable(NamedTuple):
@@ -44,10 +43,11 @@ def chunk_table(
     batch = lengths.shape[0]
     history = lengths - num_targets
     of_history, of_targets = _parts(history, size), _parts(num_targets, size)
-    chunk_offsets = offsets_from_lengths(of_history + of_targets)
+    chunk_ends = (of_history + of_targets).cumsum(0)
+    chunk_offsets = _offsets(chunk_ends)
     bound = total_len // size + 2 * batch
     number = torch.arange(bound, device=lengths.device)
-    sample = torch.searchsorted(chunk_offsets[1:], number, right=True).clamp(max=batch - 1)
+    sample = torch.searchsorted(chunk_ends, number, right=True).clamp(max=batch - 1)
     place = number - chunk_offsets[sample]
     behind = place - of_history[sample]
     is_target = behind >= 0
@@ -57,10 +57,11 @@ def chunk_table(
     chunks = torch.stack([sample, offsets[sample] + begin, count, is_target.long()], 1)
 
     per_sample = _parts(of_history, per_segment).clamp(min=1) if per_segment else torch.ones_like(lengths)
-    segment_offsets = offsets_from_lengths(per_sample)
+    segment_ends = per_sample.cumsum(0)
+    segment_offsets = _offsets(segment_ends)
     bound = batch + (total_len // (size * per_segment) if per_segment else 0)
     number = torch.arange(bound, device=lengths.device)
-    sample = torch.searchsorted(segment_offsets[1:], number, right=True)
+    sample = torch.searchsorted(segment_ends, number, right=True)
     exists = sample < batch
     sample = sample.clamp(max=batch - 1)
     skipped = (number - segment_offsets[sample]) * per_segment
@@ -87,6 +88,12 @@ def chunk_table_of(layout: SequenceLayout, size: int, per_segment: int) -> Chunk
         )
 
     return layout.memo(("chunk_table", size, per_segment), build)
+
+
+def _offsets(ends: Tensor) -> Tensor:
+    """Returns where each run begins, then the end of the last one. A search needs the ends themselves: for a
+    GPU, Inductor cannot compile a search in a slice of a tensor that it computes."""
+    return torch.cat([ends.new_zeros(1), ends])
 
 
 def _parts(count: Tensor, size: int) -> Tensor:

@@ -4,6 +4,9 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch import nn
+from torch.export import Dim
+from torch.fx.experimental import _config as fx_config
 
 from recsys.ops import gather_rows, segment_sum
 from recsys.ops.jagged import GatherFacts
@@ -225,3 +228,31 @@ WRONG_SEGMENTS = [
 
 test_wrong_arguments_are_named = harness.refused(gather_rows, arguments, WRONG)
 test_wrong_segments_are_named = harness.refused(segment_sum, segments, WRONG_SEGMENTS)
+
+
+class Gathering(nn.Module):
+    def __init__(self, complete):
+        super().__init__()
+        self.complete = complete
+
+    def forward(self, values, index):
+        return gather_rows(values, index, complete=self.complete)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_exported_graph_reads_no_row_that_does_not_exist(complete, dtype):
+    """PyTorch runs parts of a graph on made-up numbers when it compiles a package for a GPU."""
+    values, index = torch.randn(5, 3), torch.tensor([4, 0, 3], dtype=dtype)
+    dims = {0: Dim("rows", min=0)}, {0: Dim("places", min=0)}
+    with fx_config.patch(backed_size_oblivious=True):
+        graph = torch.export.export(Gathering(complete), (values, index), dynamic_shapes=dims).module()
+    assert torch.equal(graph(values, index), torch.stack([values[4], values[0], values[3]]))
+    assert graph(values[:0], index[:0]).shape == (0, 3)
+    largest = torch.iinfo(dtype).max
+    made_up = torch.tensor([5, 6, largest, -2, -largest - 1, 1], dtype=dtype)
+    rows = torch.cat([values, torch.zeros(1, 3)])
+    assert all((rows == row).all(1).any() for row in graph(values, made_up))
+    assert torch.equal(graph(values, made_up)[5], values[1])
+    if not complete:
+        assert not graph(values, torch.tensor([-1], dtype=dtype)).any()

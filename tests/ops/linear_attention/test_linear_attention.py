@@ -7,11 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx.experimental import _config as fx_config
 from torch.nn import functional as F
 
 from recsys.ops import SequenceLayout, linear_attention, offsets_from_lengths
 from recsys.ops.linear_attention import Inputs, reference
+from recsys.ops.linear_attention.chunks import chunk_table
 from tests.ops import harness
 from tests.ops.cases import layout_of, samples
 from tests.ops.harness import (
@@ -283,3 +286,20 @@ def arguments(**changes):
 test_wrong_arguments_are_named = harness.refused(linear_attention, arguments, WRONG)
 
 test_in_the_interpreter = harness.interpreter_test(__file__)
+
+
+class Chunks(nn.Module):
+    def forward(self, tokens, lengths, num_targets):
+        return chunk_table(lengths, offsets_from_lengths(lengths), num_targets, tokens.shape[0], 16, 2)
+
+
+def test_a_graph_searches_no_slice():
+    """Inductor cannot compile that for a GPU."""
+    rows = {0: Dim("rows", min=0)}
+    example = (torch.empty(50), torch.tensor([40, 10]), torch.tensor([3, 4]))
+    with fx_config.patch(backed_size_oblivious=True):
+        captured = torch.export.export(
+            Chunks(), example, dynamic_shapes=({0: Dim("tokens", min=0)}, rows, rows)
+        )
+    searches = [node for node in captured.graph.nodes if "searchsorted" in str(node.target)]
+    assert [str(node.args[0].target) for node in searches] == ["aten.cumsum.default"] * 2
