@@ -4,9 +4,10 @@
     python scripts/bench_jagged.py [--backend triton] [--tokens 262144] [--case NAME ...] [--record FILE]
 
 The cases are the first steps of a model on a training batch: tokens are assembled from their parts
-(`assemble`, one map over 3 or 4 sources), the history is truncated (`truncate`), and positions and ages are
-added (`embed`; in `embed hot`, 80 % of the ages are equal). Each backend is compared with PyTorch: `cat`,
-`index_select`, `embedding` and their gradients. TB/s count the bytes that must be read and written once.
+(`assemble`, one map over 3 or 4 sources), channels are selected (`channels`, two maps over the same rows),
+the history is truncated (`truncate`), and positions and ages are added (`embed`; in `embed hot`, 80 % of
+the ages are equal). Each backend is compared with PyTorch: `cat`, `index_select`, `embedding` and their
+gradients. TB/s count the bytes that must be read and written once.
 
 The error of a case from float64 may be twice that of PyTorch; rows that are only moved must be equal.
 `--record` writes a list of `{op, backend, shape, pass, ms, tb_s, host_us, ok, commit}`: `ms` is the time of
@@ -110,7 +111,10 @@ def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str
                 (2 * layout.total_len * row,) * 2,
             )
         )
-    cases.append(_truncate(layout, width, dtype, device, backend))
+    cases += [
+        _channels(layout, width, dtype, device, backend),
+        _truncate(layout, width, dtype, device, backend),
+    ]
     if dtype == torch.float32:
         cases += [_embed(layout, width, hot, device, backend) for hot in (0.0, 0.8)]
     return cases
@@ -118,6 +122,22 @@ def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str
 
 def _parts(total: int, count: int) -> list[int]:
     return [total // count + (number < total % count) for number in range(count)]
+
+
+def _channels(layout: SequenceLayout, width: int, dtype: torch.dtype, device: str, backend: str) -> Case:
+    """Make two channels with two thirds of the tokens each: one third is in both."""
+    total = layout.total_len
+    rows_of_x = torch.arange(total, device=device)
+    maps = [rows_of_x[rows_of_x % 3 != skipped] for skipped in (0, 1)]
+    rows = sum(len(index) for index in maps)
+    return Case(
+        "gather_rows",
+        "channels",
+        lambda x: gather_rows(x, maps, backend=backend),
+        lambda x: torch.cat([x.index_select(0, index) for index in maps]),
+        [leaf(total, width, dtype, device)],
+        (2 * rows * width * dtype.itemsize, (rows + total) * width * dtype.itemsize),
+    )
 
 
 def _truncate(layout: SequenceLayout, width: int, dtype: torch.dtype, device: str, backend: str) -> Case:

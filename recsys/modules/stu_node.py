@@ -145,7 +145,7 @@ def _facts_of(
         (NORM_LINEAR, NormLinearFacts(device, dtype, shape.dtype, width)),
         (ATTENTION, AttentionFacts(device, shape.dtype, *heads, mask, False, True, deterministic)),
         (GATE, GateFacts(device, shape.dtype, values // shape.num_groups)),
-        (GATHER, GatherFacts(device, shape.dtype)),
+        (GATHER, GatherFacts(device, shape.dtype, 1)),
     )
 
 
@@ -236,7 +236,7 @@ class RowsNode(torch.autograd.Function):
             plan.gather.launch_gather,
         )
         values, _, keys, _ = shape.widths
-        inverse = plan.gather.launch_invert(index, x.shape[0])
+        inverse = plan.gather.launch_invert(index, [index.shape[0]], x.shape[0])[0]
         pairs = zip(*(joined.split(shape.widths) for joined in weights.product), strict=True)
         u_weights, v_weights, q_weights, k_weights = pairs
         kv_buffer, uq_buffer = GradientBuffer((values, keys)), GradientBuffer((values, keys))

@@ -119,6 +119,12 @@ def gather(width, itemsize, sources) -> Case:
     return Case(gather_kernel, types, constants, wide=2 * (width * itemsize % 16 == 0))
 
 
+def gather_sums(width, kind) -> Case:
+    from recsys.ops.jagged.triton import sum_kernel
+
+    return Case(sum_kernel, {"given": kind, "out": kind}, _rows(width, 4), wide=int(width > 1))
+
+
 def tokens(name) -> Case:
     from recsys.ops.jagged import layout_kernels
 
@@ -302,6 +308,7 @@ ITEMS += [(False, True, 128, 64), (False, False, 128, 64), (False, False, 192, 6
         [(256, 4, 4)],
         [(512, 4, 1), (256, 2, 3), (768, 4, 2), (100, 4, 1), (1, 8, 4), (3, 1, 2)],
     )
+    + cases(gather_sums, [(256, "*fp32"), (512, "*bf16")], [(1, "*fp32")])
     + cases(linear_attention, LINEAR_USUAL, LINEAR)
     + cases(linear_logp, LOGP_USUAL, LOGP)
     + cases(top_k, TOP_K_USUAL, TOP_K)
@@ -358,10 +365,10 @@ def traced_gather():
     def both(first, second, index, places):
         wrap = torch.library.wrap_triton
         out = triton_ops.launch_gather([first, second], index, wrap)
-        return out, triton_ops.launch_gather([out], places, wrap)
+        return out, triton_ops.launch_sum(out, places, first.shape[0] + second.shape[0], wrap)
 
     values = torch.randn(33, 24, dtype=torch.bfloat16)
-    return both, (values, values, torch.arange(20), torch.arange(66) - 46), 2
+    return both, (values, values, torch.arange(20), torch.arange(2 * 66).view(2, 66) - 100), 2
 
 
 def traced_linear_attention(delta):

@@ -265,8 +265,8 @@ def loss(size: int) -> Problem:
 
 
 def moves(size: int) -> Problem:
-    """Rows of three sources."""
-    return jagged.problem([size, 3, size], size, (256,), torch.float32)
+    """Rows of three sources by two maps."""
+    return jagged.problem([size, 3, size], [size] * 2, (256,), torch.float32)
 
 
 def states(size: int, delta: bool = False) -> Problem:
@@ -303,7 +303,7 @@ EXAMPLES = {
     ),
     "gather_rows": Example(
         moves,
-        ("jagged.triton.gather_kernel", "jagged.triton.invert_kernel"),
+        ("jagged.triton.gather_kernel", "jagged.triton.sum_kernel"),
         compiled=moves,
     ),
     "linear_attention": Example(

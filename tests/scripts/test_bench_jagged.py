@@ -7,7 +7,7 @@ import torch
 from scripts import bench_jagged
 
 CONTEXT = bench_jagged.Context("cpu", "reference", "abc", 1)
-NAMES = ["assemble 3 sources", "assemble 4 sources", "truncate", "embed", "embed hot"]
+NAMES = ["assemble 3 sources", "assemble 4 sources", "channels", "truncate", "embed", "embed hot"]
 
 
 def make(place):
@@ -27,9 +27,11 @@ def test_it_writes_a_record_a_pass_and_way(tmp_path, capsys):
 
 
 def test_bytes_are_those_of_the_rows():
-    truncate = make(2)(2048)
+    channels, truncate = make(2)(2048), make(3)(2048)
     kept = truncate.ours(*truncate.leaves).shape[0]
     assert truncate.moved == (2 * kept * 16, (kept + truncate.leaves[0].shape[0]) * 16)
+    rows = channels.ours(*channels.leaves).shape[0]
+    assert channels.moved == (2 * rows * 16, (rows + channels.leaves[0].shape[0]) * 16)
 
 
 def test_what_is_wrong_is_not_timed(capsys):

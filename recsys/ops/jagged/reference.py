@@ -11,17 +11,24 @@ from torch import Tensor
 from recsys.ops.runtime.dispatch import is_exporting
 
 
-def run(values: Sequence[Tensor], index: Tensor, inverse: Tensor | None, *, complete: bool = False) -> Tensor:
+def run(
+    values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None, *, complete: bool = False
+) -> Tensor:
     """Run `recsys.ops.gather_rows` on validated arguments."""
     rows = values[0] if len(values) == 1 else torch.cat(list(values))
-    return gather_rows(rows, index, inverse, complete=complete)
+    if len(index) == 1:
+        return gather_rows(rows, index[0], inverse, complete=complete)
+    joined = torch.cat(list(index))
+    if is_exporting():
+        return _take_within(rows, joined, complete)
+    return _GatherRows.apply(rows, joined, inverse, [rows_of_index.shape[0] for rows_of_index in index])
 
 
 def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None, *, complete: bool = False) -> Tensor:
-    """Run `gather_rows` with a single source."""
+    """Run `gather_rows` with a single map."""
     if is_exporting():  # an exported graph needs no gradient
         return _take_within(values, index, complete)
-    return _GatherRows.apply(values, index, inverse)
+    return _GatherRows.apply(values, index, inverse, None)
 
 
 def invert(index: Tensor, num_rows: int) -> Tensor:
@@ -32,23 +39,46 @@ def invert(index: Tensor, num_rows: int) -> Tensor:
     return inverse.scatter(0, torch.where(index < 0, num_rows, index.to(torch.int64)), place)[:num_rows]
 
 
+def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
+    """Return int64 [K, num_rows]: the position of each row in the K maps that are concatenated in `index`;
+    positions count over all maps."""
+    if len(sizes) == 1:
+        return invert(index, num_rows)[None]
+    inverses, before = [], 0
+    for part in index.split(list(sizes)):
+        inverse = invert(part, num_rows)
+        inverses.append(torch.where(inverse < 0, inverse, inverse + before))
+        before += part.shape[0]
+    return torch.stack(inverses)
+
+
 class _GatherRows(torch.autograd.Function):
-    """Autograd function, called as `apply(values, index, inverse)`."""
+    """Autograd function, called as `apply(values, index, inverse, sizes)`; `sizes` of the maps in `index`,
+    None for one map."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
-        ctx.num_rows = values.shape[0]
+    def forward(
+        ctx: Any, values: Tensor, index: Tensor, inverse: Tensor | None, sizes: list[int] | None
+    ) -> Tensor:
+        ctx.num_rows, ctx.sizes = values.shape[0], sizes
         ctx.save_for_backward(index, inverse)
         return _take(values, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         index, inverse = ctx.saved_tensors
         if inverse is None:
-            inverse = invert(index, ctx.num_rows)
+            sizes = [index.shape[0]] if ctx.sizes is None else ctx.sizes
+            inverse = invert_each(index, sizes, ctx.num_rows)
             if index.device.type == "cpu" and not torch.compiler.is_compiling():
                 _check_injective(index, inverse)
-        return _take(grad, inverse), None, None
+        if inverse.dim() == 1:
+            return _take(grad, inverse), None, None, None
+        if inverse.shape[0] == 1:
+            return _take(grad, inverse[0]), None, None, None
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        total = sum(_take(grad, places).to(wide) for places in inverse)
+        return total.to(grad.dtype), None, None, None
 
 
 def _take(values: Tensor, index: Tensor, complete: bool = False) -> Tensor:

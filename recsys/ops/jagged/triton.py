@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from recsys.ops.jagged.reference import invert
+from recsys.ops.jagged.reference import invert_each
 from recsys.ops.runtime.launch import Wrap, is_zero, launch
 from recsys.ops.runtime.registration import differentiable, traceable_op
 
@@ -47,13 +47,16 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type for each itemsize in bytes: rows are moved as bits, whatever they mean."""
 
 
-def run(values: Sequence[Tensor], index: Tensor, inverse: Tensor | None, *, complete: bool = False) -> Tensor:
+def run(
+    values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None, *, complete: bool = False
+) -> Tensor:
     """Move rows without concatenating sources, forward and backward; `complete` makes no difference."""
+    joined = index[0] if len(index) == 1 else torch.cat(list(index))
     if torch.compiler.is_compiling():
-        return gather_rows_triton(list(values), index, inverse)
+        return gather_rows_triton(list(values), joined, inverse, [tensor.shape[0] for tensor in index])
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in values):
-        return GatherRows.apply(index, inverse, *values)
-    return launch_gather(values, index)
+        return GatherRows.apply(joined, inverse, [tensor.shape[0] for tensor in index], *values)
+    return launch_gather(values, joined)
 
 
 class Blocks(NamedTuple):
@@ -73,21 +76,24 @@ class Blocks(NamedTuple):
 
 
 class GatherRows(torch.autograd.Function):
-    """Autograd function, called as `apply(index, inverse, *values)`."""
+    """Autograd function, called as `apply(index, inverse, sizes, *values)`; `sizes` of the maps in
+    `index`."""
 
     @staticmethod
-    def forward(ctx: Any, index: Tensor, inverse: Tensor | None, *values: Tensor) -> Tensor:
+    def forward(ctx: Any, index: Tensor, inverse: Tensor | None, sizes: list[int], *values: Tensor) -> Tensor:
         ctx.save_for_backward(index, inverse)
-        ctx.rows = [tensor.shape[0] for tensor in values]
+        ctx.sizes, ctx.rows = sizes, [tensor.shape[0] for tensor in values]
         return launch_gather(values, index)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         index, inverse = ctx.saved_tensors
+        total = sum(ctx.rows)
         if inverse is None:
-            inverse = launch_invert(index, sum(ctx.rows))
-        return (None, None, *launch_gather([grad_out], inverse).split(ctx.rows))
+            inverse = launch_invert(index, ctx.sizes, total)
+        grad = launch_sum(grad_out, inverse, total)
+        return (None, None, None, *grad.split(ctx.rows))
 
 
 def launch_gather(values: Sequence[Tensor], index: Tensor, wrap: Wrap | None = None) -> Tensor:
@@ -112,12 +118,42 @@ def launch_gather(values: Sequence[Tensor], index: Tensor, wrap: Wrap | None = N
     return out
 
 
-def launch_invert(index: Tensor, num_rows: int) -> Tensor:
-    """Compute `reference.invert`. Not for traced code."""
-    out, size = torch.full((num_rows,), -1, dtype=torch.int64, device=index.device), index.shape[0]
-    if size:
-        constants = {"BLOCK": INVERTED, "num_warps": 4}
-        launch(invert_kernel, -(-size // INVERTED), (index.contiguous(), out), (size, num_rows), constants)
+def launch_sum(given: Tensor, places: Tensor, num_rows: int, wrap: Wrap | None = None) -> Tensor:
+    """Return [num_rows, ...], the sums of the rows `places[k, t]` of `given`; places [num_rows] or [K,
+    num_rows]."""
+    if places.dim() == 1 or places.shape[0] == 1:
+        return launch_gather([given], places.flatten(), wrap)
+    width = width_of(given)
+    out = given.new_empty((num_rows, *given.shape[1:]))
+    if is_zero(num_rows) or width == 0:
+        return out
+    rows = dense_rows(given, width)
+    blocks, step = blocks_of(width, 4), step_of([int(rows.stride(0))])
+    launch(
+        sum_kernel,
+        blocks.programs(num_rows, width),
+        (places.contiguous(), rows, out),
+        (num_rows, places.shape[0], rows.shape[0], rows.stride(0)),
+        {"W": width, **blocks.constants(), "STEP": step, "num_warps": blocks.num_warps},
+        wrap,
+    )
+    return out
+
+
+def launch_invert(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
+    """Compute `reference.invert_each` with one launch per map. Not for traced code."""
+    out = torch.full((len(sizes), num_rows), -1, dtype=torch.int64, device=index.device)
+    index, before = index.contiguous(), 0
+    for number, size in enumerate(sizes):
+        if size:
+            launch(
+                invert_kernel,
+                -(-size // INVERTED),
+                (index, out),
+                (before, size, num_rows, number),
+                {"BLOCK": INVERTED, "num_warps": 4},
+            )
+        before += size
     return out
 
 
@@ -186,23 +222,32 @@ def _few(values: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 @traceable_op("gather_rows_triton")
-def gather_rows_triton(values: list[Tensor], index: Tensor, inverse: Tensor | None) -> Tensor:
+def gather_rows_triton(
+    values: list[Tensor], index: Tensor, inverse: Tensor | None, sizes: list[int]
+) -> Tensor:
     """Run `gather_rows` in traced graphs."""
     return launch_gather(values, index, wrap_triton)
 
 
+@traceable_op("gather_rows_triton_backward")
+def gather_rows_triton_backward(grad_out: Tensor, places: Tensor, num_rows: int) -> Tensor:
+    """Compute the gradients of all `values`, concatenated."""
+    return launch_sum(grad_out, places, num_rows, wrap_triton)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, index, inverse = inputs
+    values, index, inverse, sizes = inputs
     ctx.save_for_backward(index, inverse)
-    ctx.rows = [tensor.shape[0] for tensor in values]
+    ctx.sizes, ctx.rows = sizes, [tensor.shape[0] for tensor in values]
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     index, inverse = ctx.saved_tensors
+    total = sum(ctx.rows)
     if inverse is None:
-        inverse = invert(index, sum(ctx.rows))
-    grad = gather_rows_triton([grad_out], inverse, None)
-    return list(grad.split(ctx.rows)), None, None
+        inverse = invert_each(index, ctx.sizes, total)
+    grad = gather_rows_triton_backward(grad_out, inverse, total)
+    return list(grad.split(ctx.rows)), None, None, None
 
 
 differentiable(gather_rows_triton, _backward, _setup_context)
@@ -242,9 +287,30 @@ def gather_kernel(
     tl.store(out + row * W + place, value, mask=(row < num_out) & (place < W))
 
 
-@triton.jit(do_not_specialize=["size", "num_rows"])
-def invert_kernel(index, out, size, num_rows, BLOCK: tl.constexpr):
-    """Write to out [num_rows] the place of each row that `index` [size] names."""
+@triton.jit(do_not_specialize=["num_rows", "num_maps", "num_given", "stride"])
+def sum_kernel(
+    places, given, out, num_rows, num_maps, num_given, stride,
+    W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write out [num_rows, W], contiguous: the sums of the rows `places[k, t]` of `given`, in float32, in the
+    order of k; places [num_maps, num_rows], negative for no row."""
+    COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    column = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+    for _ in range(num_maps):
+        wanted = tl.load(places + row, mask=row < num_rows, other=-1).to(tl.int64)
+        pointer = given + wanted * (stride // STEP * STEP) + column
+        known = (wanted >= 0) & (wanted < num_given)
+        total += tl.load(pointer, mask=known & (column < W), other=0.0).to(tl.float32)
+        places += num_rows
+    tl.store(out + row * W + column, total, mask=(row < num_rows) & (column < W))
+
+
+@triton.jit(do_not_specialize=["first", "size", "num_rows", "number"])
+def invert_kernel(index, out, first, size, num_rows, number, BLOCK: tl.constexpr):
+    """Write out[number] [num_rows]: the place of each row that entries `first` to `first + size - 1` name."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(index + place, mask=place < size, other=-1).to(tl.int64)
-    tl.store(out + row, place, mask=(row >= 0) & (row < num_rows))
+    row = tl.load(index + first + place, mask=place < size, other=-1).to(tl.int64)
+    known = (row >= 0) & (row < num_rows)
+    tl.store(out + tl.cast(number, tl.int64) * num_rows + row, first + place, mask=known)
