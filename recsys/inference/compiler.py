@@ -151,7 +151,7 @@ def _settings(pipeline: pb.Pipeline, device: torch.device) -> dict[str, object]:
         "aot_inductor.compile_wrapper_opt_level": "O0",
         # On a GPU, padding of matrices to faster sizes would bound inputs by the sizes of the example.
         "shape_padding": False,
-        # On a GPU, Inductor runs each kernel while it compiles, on made-up numbers. An index that follows from
+        # On a GPU, Inductor runs each kernel as it compiles, on made-up numbers. An index that follows from
         # them would fail the check, and end the use of the GPU. The graphs clamp such indices.
         "assert_indirect_indexing": device.type == "cpu",
         # Without this setting, PyTorch would compile and run a program per instruction set to find out
