@@ -733,8 +733,11 @@ def key_gradients_kernel(
             is_near = True
         if is_near:
             # 2^g = 2^anchor 2^(g - anchor): gradients are summed without the second factor.
-            down, up = tl.exp2((g - anchor).to(tl.float32)), tl.exp2((anchor - g).to(tl.float32))
-            scaled_q, scaled_k = (queries * down).to(keys.dtype), (keys * up).to(keys.dtype)
+            scaled_q, scaled_k, rows = queries, keys, keys
+            if not PER_HEAD:
+                down, up = tl.exp2((g - anchor).to(tl.float32)), tl.exp2((anchor - g).to(tl.float32))
+                scaled_q, scaled_k = (queries * down).to(keys.dtype), (keys * up).to(keys.dtype)
+                rows = (keys * down).to(keys.dtype)
             query_grad *= tl.exp2(anchor.to(tl.float32)) * scale
             key_grad *= tl.exp2((last - anchor).to(tl.float32))
             chunk_grad += tl.sum(scaled_k.to(tl.float32) * key_grad, 0)[None, :]
@@ -747,7 +750,6 @@ def key_gradients_kernel(
             decay_grad = scaled_q.to(tl.float32) * query_grad
             if DELTA:
                 row_grad *= tl.exp2(anchor.to(tl.float32))
-                rows = (keys * down).to(keys.dtype)
                 beta_grad += tl.sum(rows.to(tl.float32) * row_grad, 1)
                 chosen = load_rows(overlap_grads + token_head * C, row, count, H * C, C, C, 0)
                 chosen = tl.where(pairs & (is_target == 0), chosen, 0.0)
@@ -760,10 +762,13 @@ def key_gradients_kernel(
                 key_grad = tl.dot(tl.trans(chosen), rows, key_grad, input_precision=PRECISION)
                 decay_grad += rows.to(tl.float32) * row_grad
             decay_grad -= scaled_k.to(tl.float32) * key_grad
-            query_grad *= down
-            key_grad *= up
+            if not PER_HEAD:
+                query_grad *= down
+                key_grad *= up
+                if DELTA:
+                    row_grad *= down
             if DELTA:
-                key_grad += down * row_grad
+                key_grad += row_grad
         else:
             decay = tl.exp2(g.to(tl.float32))
             query_grad *= decay * scale
