@@ -651,7 +651,7 @@ def key_gradients_kernel(
     HEAD_Q: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PER_HEAD: tl.constexpr, DELTA: tl.constexpr,
-    PRECISION: tl.constexpr, MODE: tl.constexpr = 0,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of q, k, decays and, with DELTA, beta, contiguous.
 
@@ -727,10 +727,7 @@ def key_gradients_kernel(
             middle = tl.minimum(C // 2, count - 1).to(tl.int32) + tl.zeros([1], tl.int32)
             anchor = _load_anchor(sums, middle, H * G_WIDTH, D, BLOCK_D, first)
             LIMIT: tl.constexpr = MAX_EXPONENT_OF_HALF if k.dtype.element_ty == tl.float16 else MAX_EXPONENT
-            distance = tl.abs(g - anchor)
-            is_near = (is_target == 0) & (tl.max(tl.max(distance, 1), 0) <= LIMIT)
-        if MODE == 1:
-            is_near = True
+            is_near = (is_target == 0) & (tl.max(tl.max(tl.abs(g - anchor), 1), 0) <= LIMIT)
         if is_near:
             # 2^g = 2^anchor 2^(g - anchor): gradients are summed without the second factor.
             scaled_q, scaled_k, rows = queries, keys, keys

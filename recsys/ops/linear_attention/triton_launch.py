@@ -40,7 +40,6 @@ WIDE_SCAN_LAUNCH = {"num_warps": 4, "num_stages": 1}
 OUT_LAUNCH = {"num_warps": 4, "num_stages": 2}
 PREPARE_LAUNCH = {"num_warps": 4, "num_stages": 1}
 VALUE_GRADIENTS_LAUNCH = {"num_warps": 4, "num_stages": 1}
-KEY_GRADIENTS_LAUNCH = {"num_warps": 8, "num_stages": 1}
 """Launch parameters of the kernels; the wide ones are for float32, of which shared memory does not hold three
 stages."""
 
@@ -101,6 +100,26 @@ class Problem(NamedTuple):
         """Compile-time constants of the kernels that process key columns in blocks."""
         levels = {"LEVELS": CHUNK.bit_length() - 1}
         return self.sizes() | self.strides("QKV") | levels | self._kind() | others
+
+    def key_gradients_constants(self) -> dict[str, Any]:
+        """Compile-time constants of `key_gradients_kernel`, with the launch that was fastest on an H200.
+
+        With a decay a head, products take keys and queries as they are, so registers hold more columns than
+        with a decay a channel, which multiplies each of them by a factor. For float32 nothing was measured;
+        its sums take twice the registers.
+        """
+        width, is_wide = block_width(self.q.shape[2]), self.q.shape[2] > COLUMNS
+        launches = {  # columns of keys, warps, stages by whether a head has one decay, and the delta rule
+            (True, False): (2 * COLUMNS, 8, 1) if is_wide else (COLUMNS, 4, 1),
+            (True, True): (COLUMNS, 8, 1),
+            (False, False): (COLUMNS, 8, 2) if is_wide else (COLUMNS // 2, 4, 1),
+            (False, True): (COLUMNS // 2, 4, 1),
+        }
+        columns, warps, stages = launches[self.sums.dim() == 2, self.beta is not None]
+        if self.q.dtype == torch.float32:
+            columns, warps, stages = COLUMNS // 2, 8, 1
+        columns = max(FEWEST_COLUMNS, min(columns, width))
+        return self.chunk_constants(BLOCK_D=columns, num_warps=warps, num_stages=stages)
 
     def sizes(self) -> dict[str, Any]:
         """Sizes of tensors and of blocks of columns."""
@@ -247,7 +266,7 @@ def launch_backward(
             *(gradients.q, gradients.k, gradients.log_decay, gradients.beta),
         ),
         (problem.scale,),
-        problem.chunk_constants(**KEY_GRADIENTS_LAUNCH),
+        problem.key_gradients_constants(),
         problem.wrap,
     )
     return gradients
