@@ -349,7 +349,8 @@ def _as_rounded(x, factor, inverse):
 def _decays_of_pairs(sums, row, STRIDE: tl.constexpr, C: tl.constexpr):
     """Returns 2^(g_i - g_j) for tokens j < i and 0 for other pairs, [C, C], with one decay per head."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    difference = (tl.load(sums + row * STRIDE)[:, None] - tl.load(sums + row * STRIDE)[None, :]).to(tl.float32)
+    of_rows, of_columns = tl.load(sums + row * STRIDE)[:, None], tl.load(sums + row * STRIDE)[None, :]
+    difference = (of_rows - of_columns).to(tl.float32)
     return tl.where(i > j, tl.exp2(tl.where(i > j, difference, 0.0)), 0.0)
 
 
