@@ -159,7 +159,7 @@ class Prepared(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward pass needs from the forward pass."""
+    """Tensors that the forward pass keeps for the backward pass."""
 
     chunk_decays: Tensor  # the first six of `Prepared`
     scores: Tensor
