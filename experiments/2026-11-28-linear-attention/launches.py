@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python experiments/2026-11-28-linear-attention/launches.py [--dim 128] [--only G chunk]
 
-One sample of 65,536 events, 8 heads, forward and backward, with a decay a head and a decay a channel. Prints for each
+One sample of 65,536 events, 8 heads, forward and backward, all four forms. Prints for each
 variant the microseconds of all kernels and of each, by torch's profiler, and the largest relative difference of the
 results from those of the usual launches. A variant that does not fit prints its error.
 """
@@ -17,9 +17,15 @@ from torch.profiler import ProfilerActivity, profile
 from recsys.ops.linear_attention import triton_launch
 
 LENGTH, TIMED = 65_536, 6
-FORMS = {"head": {"per_head": True}, "channel": {}}
+FORMS = {
+    "head": {"per_head": True},
+    "channel": {},
+    "delta head": {"per_head": True, "delta": True},
+    "delta channel": {"delta": True},
+}
 KERNELS = {
-    "G": "gradients_kernel",
+    "G": "key_gradients_kernel",
+    "W": "value_gradients_kernel",
     "S": "states_kernel",
     "B": "state_gradients_kernel",
     "P": "prepare_kernel",
@@ -43,6 +49,8 @@ def variants() -> dict[str, dict]:
     for keys, values, warps in ((64, 64, 4), (64, 64, 8), (32, 64, 4), (32, 128, 4), (64, 128, 8), (64, 32, 4)):
         add("G", warps, 2, BLOCK_D=keys, BLOCK_V=values)
     add("G", 4, 3, BLOCK_D=64, BLOCK_V=64)
+    for keys, values, warps, stages in ((64, 64, 8, 1), (64, 64, 4, 2), (128, 64, 4, 1), (128, 128, 8, 1), (64, 32, 4, 1)):
+        add("W", warps, stages, BLOCK_D=keys, BLOCK_V=values)
     for letter in "SB":
         for warps, stages in ((4, 2), (4, 4), (8, 2), (8, 3)):
             add(letter, warps, stages)
@@ -97,9 +105,9 @@ def compare(form: str, layout, leaves: list[torch.Tensor], chosen: dict[str, dic
         try:
             results = step()
             usual = usual or results
-            print(f"{form:8} {name:18} {timed(step)} difference {difference(results, usual):.1e}", flush=True)
+            print(f"{form:14} {name:18} {timed(step)} difference {difference(results, usual):.1e}", flush=True)
         except (RuntimeError, ValueError, triton.runtime.errors.OutOfResources, triton.CompilationError) as error:
-            print(f"{form:8} {name:18} {type(error).__name__}: {str(error)[:100]}", flush=True)
+            print(f"{form:14} {name:18} {type(error).__name__}: {str(error)[:100]}", flush=True)
 
 
 def timed(step) -> str:

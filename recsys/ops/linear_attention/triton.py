@@ -13,6 +13,7 @@ from recsys.ops.linear_attention import Inputs
 from recsys.ops.linear_attention import triton_launch as launches
 from recsys.ops.linear_attention.chunks import chunk_table, chunk_table_of
 from recsys.ops.linear_attention.triton_launch import (
+    Kept,
     Problem,
     chunks_per_segment,
     decay_sums,
@@ -47,16 +48,16 @@ class LinearAttentionFunction(torch.autograd.Function):
         ctx.decay_dtype = log_decay.dtype
         # Keeps the sums instead of the decays: they are as large, and backward need not compute them again.
         kept = (q, k, v, decay_sums(log_decay, table, q.dtype, None), beta, initial_state)
-        out, final, starts = launch_forward(problem_of(kept, *ctx.facts))
-        ctx.save_for_backward(*kept, starts)
+        out, final, computed = launch_forward(problem_of(kept, *ctx.facts))
+        ctx.save_for_backward(*kept, *computed)
         return out, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, starts = ctx.saved_tensors
-        problem = problem_of(kept, *ctx.facts)
-        gradients = launch_backward(problem, ctx.decay_dtype, starts, grad_out, grad_final)
+        tensors = ctx.saved_tensors
+        problem = problem_of(tensors[:6], *ctx.facts)
+        gradients = launch_backward(problem, ctx.decay_dtype, Kept(*tensors[6:]), grad_out, grad_final)
         if problem.beta is None:
             return (*gradients[:4], None, gradients.initial_state, None, None)
         return (*gradients, None, None)

@@ -312,10 +312,9 @@ def _load_sums(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def _load_anchor(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST,
-                 PER_HEAD: tl.constexpr):  # fmt: skip
+def _load_anchor(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST):
     """Loads g of anchors, rounded to integers unless g is float64."""
-    g = _load_sums(sums, row, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+    g = _load_sums(sums, row, STRIDE, D, BLOCK_D, FIRST, False)
     if g.dtype == tl.float32:
         g = (g + TO_INTEGER) - TO_INTEGER
     return g
@@ -347,28 +346,37 @@ def _as_rounded(x, factor, inverse):
 
 
 @triton.jit
+def _decays_of_pairs(sums, row, STRIDE: tl.constexpr, C: tl.constexpr):
+    """Returns 2^(g_i - g_j) for tokens j < i and 0 for other pairs, [C, C], with one decay per head."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    of_rows, of_columns = tl.load(sums + row * STRIDE)[:, None], tl.load(sums + row * STRIDE)[None, :]
+    difference = (of_rows - of_columns).to(tl.float32)
+    return tl.where(i > j, tl.exp2(tl.where(i > j, difference, 0.0)), 0.0)
+
+
+@triton.jit
 def _factor(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-            FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
+            FIRST):  # fmt: skip
     """Returns the decay between each row and its anchor at a level, in the shape of g."""
     anchor = tl.minimum(((row >> level) | 1) << level, last_row)
-    at_anchor = _load_anchor(sums, anchor, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+    at_anchor = _load_anchor(sums, anchor, STRIDE, D, BLOCK_D, FIRST)
     sign = tl.where((row >> level) & 1 == 1, 1.0, -1.0)[:, None]
     return tl.exp2((g - at_anchor).to(tl.float32) * sign)
 
 
 @triton.jit
 def _large_blocks(g, sums, row, last_row, TYPE: tl.constexpr, LEVELS: tl.constexpr, STRIDE: tl.constexpr,
-                  D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
+                  D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST):  # fmt: skip
     """Returns the level whose blocks can anchor all decays at their middle token, and g's distance to it.
 
     The level is LEVELS or LEVELS - 2, or 0 if decays are too strong for either. TYPE is that of the products.
     """
     LIMIT: tl.constexpr = MAX_EXPONENT_OF_HALF if TYPE == tl.float16 else MAX_EXPONENT
     level = tl.full([], LEVELS, tl.int32)
-    distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+    distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST)
     if tl.max(tl.max(tl.abs(distance), 1), 0) > LIMIT:
         level -= 2
-        distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+        distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST)
         if tl.max(tl.max(tl.abs(distance), 1), 0) > LIMIT:
             level = tl.zeros([], tl.int32)
     return level, distance
@@ -376,9 +384,9 @@ def _large_blocks(g, sums, row, last_row, TYPE: tl.constexpr, LEVELS: tl.constex
 
 @triton.jit
 def _distance_to_middle(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: tl.constexpr,
-                        BLOCK_D: tl.constexpr, FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
+                        BLOCK_D: tl.constexpr, FIRST):  # fmt: skip
     middle = tl.minimum(((row >> level) << level) + ((1 << level) >> 1), last_row)
-    return (g - _load_anchor(sums, middle, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)).to(tl.float32)
+    return (g - _load_anchor(sums, middle, STRIDE, D, BLOCK_D, FIRST)).to(tl.float32)
 
 
 @triton.jit
@@ -409,12 +417,12 @@ def _inverse(below, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constex
 
 @triton.jit
 def _load_state(states, index, FIRST_D, FIRST_V, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr,
-                BLOCK_V: tl.constexpr):  # fmt: skip
-    """Loads a block [BLOCK_D, BLOCK_V] of state `index`, with zeros outside the state."""
+                BLOCK_V: tl.constexpr, exists=True):  # fmt: skip
+    """Loads a block [BLOCK_D, BLOCK_V] of state `index`, with zeros outside the state or if none exists."""
     d = FIRST_D + tl.arange(0, BLOCK_D)[:, None]
     column = FIRST_V + tl.arange(0, BLOCK_V)[None, :]
     pointer = states + index.to(tl.int64) * (D * V) + d * V + column
-    return tl.load(pointer, mask=(d < D) & (column < V), other=0.0)
+    return tl.load(pointer, mask=(d < D) & (column < V) & exists, other=0.0)
 
 
 @triton.jit
@@ -488,28 +496,37 @@ def prepare_kernel(
         if is_target == 0:
             remaining = keys.to(tl.float32) * tl.exp2((last - g).to(tl.float32))
             store_rows(remaining_k + token_head * D, remaining, row, count, H * D, D, BLOCK_D, first)
-            blocks, distance = _large_blocks(
-                g, sums, row, count - 1, keys.dtype, LEVELS, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD
-            )
-            if blocks > 0:
-                pairs = _pairs_within(C, blocks)
-                down, up = tl.exp2(distance), tl.exp2(-distance)
-                scaled_q, scaled_k = (queries * down).to(keys.dtype), (keys * up).to(keys.dtype)
-                product = tl.dot(scaled_q, tl.trans(scaled_k), input_precision=PRECISION)
-                score += tl.where(pairs, product, 0.0)
+            if PER_HEAD:
+                score = tl.dot(queries, tl.trans(keys), score, input_precision=PRECISION)
                 if DELTA:
-                    rows = (keys * down).to(keys.dtype)
-                    product = tl.dot(rows, tl.trans(scaled_k), input_precision=PRECISION)
-                    overlap += tl.where(pairs, product, 0.0)
-            for level in range(blocks, LEVELS):
-                factor = _factor(g, sums, row, count - 1, level, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
-                pairs = _pairs_of_level(C, level)
-                scaled_q, scaled_k = (queries * factor).to(keys.dtype), (keys * factor).to(keys.dtype)
-                product = tl.dot(scaled_q, tl.trans(scaled_k), input_precision=PRECISION)
-                score += tl.where(pairs, product, 0.0)
-                if DELTA:
-                    product = tl.dot(scaled_k, tl.trans(scaled_k), input_precision=PRECISION)
-                    overlap += tl.where(pairs, product, 0.0)
+                    overlap = tl.dot(keys, tl.trans(keys), overlap, input_precision=PRECISION)
+            else:
+                blocks, distance = _large_blocks(
+                    g, sums, row, count - 1, keys.dtype, LEVELS, H * D, D, BLOCK_D, first
+                )
+                if blocks > 0:
+                    pairs = _pairs_within(C, blocks)
+                    down, up = tl.exp2(distance), tl.exp2(-distance)
+                    scaled_q, scaled_k = (queries * down).to(keys.dtype), (keys * up).to(keys.dtype)
+                    product = tl.dot(scaled_q, tl.trans(scaled_k), input_precision=PRECISION)
+                    score += tl.where(pairs, product, 0.0)
+                    if DELTA:
+                        rows = (keys * down).to(keys.dtype)
+                        product = tl.dot(rows, tl.trans(scaled_k), input_precision=PRECISION)
+                        overlap += tl.where(pairs, product, 0.0)
+                for level in range(blocks, LEVELS):
+                    factor = _factor(g, sums, row, count - 1, level, H * D, D, BLOCK_D, first)
+                    pairs = _pairs_of_level(C, level)
+                    scaled_q, scaled_k = (queries * factor).to(keys.dtype), (keys * factor).to(keys.dtype)
+                    product = tl.dot(scaled_q, tl.trans(scaled_k), input_precision=PRECISION)
+                    score += tl.where(pairs, product, 0.0)
+                    if DELTA:
+                        product = tl.dot(scaled_k, tl.trans(scaled_k), input_precision=PRECISION)
+                        overlap += tl.where(pairs, product, 0.0)
+    if PER_HEAD:
+        decays = _decays_of_pairs(sums, existing, H, C)
+        score *= decays
+        overlap *= decays
     score = tl.where(i == j, on_diagonal[:, None], score) * scale
     store_rows(scores + token_head * C, score, row, count, H * C, C, C, 0)
     if DELTA:
@@ -566,26 +583,18 @@ def out_kernel(
 
 
 @triton.jit(do_not_specialize=["scale"])
-def gradients_kernel(
-    grad_out, q, k, v, beta, sums, chunks, scores, remaining_k, inverses, added, added_grads, states,
-    state_grads, grad_q, grad_k, grad_v, grad_decay, grad_beta, scale,
-    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
-    HEAD_Q: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PER_HEAD: tl.constexpr, DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
+def value_gradients_kernel(
+    grad_out, v, beta, chunks, scores, remaining_k, inverses, added, added_grads, state_grads,
+    grad_v, score_grads, overlap_grads, beta_grads, scale,
+    STRIDE_V: tl.constexpr, HEAD_V: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of all arguments, contiguous; that of beta only with DELTA.
+    """Writes grad_v, contiguous, and score_grads [T, H, C], the gradient of each scaled score.
 
-    One program per chunk and head.
-
-    states and state_grads [chunks, H, D, V] are S before the chunk and the gradient of S after it. With
-    DELTA, added and added_grads [T, H, V] are u and its gradient.
-
-    A score s_ij 2^(g_i - g_j) adds the score times its gradient to the gradient of g_i and subtracts it from
-    that of g_j. The gradient of g is therefore q dq - k dk, summed over columns if a head has one decay, with
-    q and k as the products have rounded them: the gradient of a decay sums those of all later g, where pairs
-    of later tokens must cancel.
+    With DELTA, added and added_grads [T, H, V] are u and its gradient; it then also writes overlap_grads
+    float32 [T, H, C], the gradient of M without beta, and beta_grads float32 [T, H], what values add to the
+    gradient of beta. One program per chunk and head.
     """
     number = (tl.program_id(0) // H).to(tl.int64)
     chunk = chunks + number * 4
@@ -594,22 +603,15 @@ def gradients_kernel(
     if count == 0:
         return
     row = tl.arange(0, C)
-    existing = tl.minimum(row, count - 1).to(tl.int32)
-    i, j = row[:, None], row[None, :]
-    G_WIDTH: tl.constexpr = 1 if PER_HEAD else D
     token_head = first_row * H + head
     state_index = number * H + head
-    sums += token_head * G_WIDTH
-    q += first_row * STRIDE_Q + head * HEAD_Q
-    k += first_row * STRIDE_K + head * HEAD_K
     v += first_row * STRIDE_V + head * HEAD_V
     grad_out += token_head * V
-
     score_grad = tl.zeros([C, C], tl.float32)
     if DELTA:
         weight = tl.load(beta + (first_row + row) * H + head, mask=row < count, other=0.0).to(tl.float32)
         inverse = load_rows(inverses + token_head * C, row, count, H * C, C, C, 0)
-        turned = tl.trans(inverse).to(k.dtype.element_ty)
+        turned = tl.trans(inverse).to(v.dtype.element_ty)
         beta_grad = tl.zeros([C], tl.float32)
         overlap_grad = tl.zeros([C, C], tl.float32)
     else:
@@ -636,97 +638,202 @@ def gradients_kernel(
                     value_grad = tl.dot(remaining, state_grad, value_grad, input_precision=PRECISION)
         store_rows(grad_v + token_head * V, value_grad, row, count, H * V, V, BLOCK_V, first)
         score_grad += tl.dot(block_o, tl.trans(block_v), input_precision=PRECISION)
-    score_grad = tl.where((i < count) & (j < count), score_grad * scale, 0.0)
-    on_diagonal = tl.sum(tl.where(i == j, score_grad, 0.0), 1)[:, None]
-    score_grad = score_grad.to(k.dtype.element_ty)
+    store_rows(score_grads + token_head * C, score_grad * scale, row, count, H * C, C, C, 0)
+    if DELTA:
+        store_rows(overlap_grads + token_head * C, overlap_grad, row, count, H * C, C, C, 0)
+        tl.store(beta_grads + (first_row + row) * H + head, beta_grad, mask=row < count)
 
-    head_grad = tl.zeros([C], tl.float32)
+
+@triton.jit(do_not_specialize=["scale"])
+def key_gradients_kernel(
+    grad_out, q, k, v, beta, sums, chunks, inverses, added, added_grads, states, state_grads,
+    score_grads, overlap_grads, beta_grads, grad_q, grad_k, grad_decay, grad_beta, scale,
+    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    HEAD_Q: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PER_HEAD: tl.constexpr, DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of q, k, decays and, with DELTA, beta, contiguous.
+
+    One program per chunk and head.
+
+    states and state_grads [chunks, H, D, V] are S before the chunk and the gradient of S after it.
+    `value_gradients_kernel` has written score_grads, overlap_grads and beta_grads.
+
+    A score s_ij 2^(g_i - g_j) adds the score times its gradient to the gradient of g_i and subtracts it from
+    that of g_j. The gradient of g is therefore q dq - k dk, summed over columns if a head has one decay, with
+    q and k as the products have rounded them: the gradient of a decay sums those of all later g, where pairs
+    of later tokens must cancel.
+    """
+    number = (tl.program_id(0) // H).to(tl.int64)
+    chunk = chunks + number * 4
+    head = tl.program_id(0) % H
+    first_row, count, is_target = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+    if count == 0:
+        return
+    row = tl.arange(0, C)
+    existing = tl.minimum(row, count - 1).to(tl.int32)
+    i, j = row[:, None], row[None, :]
+    G_WIDTH: tl.constexpr = 1 if PER_HEAD else D
+    token_head = first_row * H + head
+    state_index = number * H + head
+    sums += token_head * G_WIDTH
+    q += first_row * STRIDE_Q + head * HEAD_Q
+    k += first_row * STRIDE_K + head * HEAD_K
+    v += first_row * STRIDE_V + head * HEAD_V
+    grad_out += token_head * V
+
+    score_grad = load_rows(score_grads + token_head * C, row, count, H * C, C, C, 0)
+    on_diagonal = tl.sum(tl.where(i == j, score_grad.to(tl.float32), 0.0), 1)[:, None]
+    if DELTA:
+        weight = tl.load(beta + (first_row + row) * H + head, mask=row < count, other=0.0).to(tl.float32)
+        beta_grad = tl.load(beta_grads + (first_row + row) * H + head, mask=row < count, other=0.0)
+        inverse = load_rows(inverses + token_head * C, row, count, H * C, C, C, 0)
+        turned = tl.trans(inverse).to(k.dtype.element_ty)
+    head_grad, head_chunk_grad = tl.zeros([C], tl.float32), 0.0
+
     for first in range(0, D, BLOCK_D):
         query_grad, key_grad = tl.zeros([C, BLOCK_D], tl.float32), tl.zeros([C, BLOCK_D], tl.float32)
         answer_grad = tl.zeros([C, BLOCK_D], tl.float32)
         end_grad = tl.zeros([BLOCK_D], tl.float32)
-        for first_v in range(0, V, BLOCK_V):
-            block_o = load_rows(grad_out, row, count, H * V, V, BLOCK_V, first_v)
-            state = _load_state(states, state_index, first, first_v, D, V, BLOCK_D, BLOCK_V)
-            query_grad = tl.dot(block_o, tl.trans(state), query_grad, input_precision=PRECISION)
-            if DELTA:
-                added_grad = load_rows(added_grads + token_head * V, row, count, H * V, V, BLOCK_V, first_v)
-                answer_grad = tl.dot(added_grad, tl.trans(state), answer_grad, input_precision=PRECISION)
-            if is_target == 0:
-                if DELTA:
-                    block_v = load_rows(added + token_head * V, row, count, H * V, V, BLOCK_V, first_v)
-                else:
-                    block_v = load_rows(v, row, count, STRIDE_V, V, BLOCK_V, first_v)
-                state_grad = _load_state(state_grads, state_index, first, first_v, D, V, BLOCK_D, BLOCK_V)
-                key_grad = tl.dot(block_v, tl.trans(state_grad), key_grad, input_precision=PRECISION)
-                end_grad += tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), 1)
+        # All loads come first, so that the program waits for memory once.
         queries = load_rows(q, row, count, STRIDE_Q, D, BLOCK_D, first)
         keys = load_rows(k, row, count, STRIDE_K, D, BLOCK_D, first)
         g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
-        last = _load_last(sums, count, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
-        decay = tl.exp2(g.to(tl.float32))
-        query_grad *= decay * scale
-        chunk_grad = end_grad[None, :] * tl.exp2(last.to(tl.float32))
-        if is_target == 0:
-            key_grad *= tl.exp2((last - g).to(tl.float32))
-            down, up = _near_factors(g)
-            chunk_grad += tl.sum(_as_rounded(keys, up, down) * key_grad, 0)[None, :]
+        for first_v in range(0, V, BLOCK_V):
+            block_o = load_rows(grad_out, row, count, H * V, V, BLOCK_V, first_v)
+            if DELTA:
+                block_v = load_rows(added + token_head * V, row, count, H * V, V, BLOCK_V, first_v)
+                added_grad = load_rows(added_grads + token_head * V, row, count, H * V, V, BLOCK_V, first_v)
+            else:
+                block_v = load_rows(v, row, count, STRIDE_V, V, BLOCK_V, first_v)
+            state = _load_state(states, state_index, first, first_v, D, V, BLOCK_D, BLOCK_V)
+            state_grad = _load_state(state_grads, state_index, first, first_v, D, V, BLOCK_D, BLOCK_V,
+                                     is_target == 0)  # fmt: skip
+            query_grad = tl.dot(block_o, tl.trans(state), query_grad, input_precision=PRECISION)
+            key_grad = tl.dot(block_v, tl.trans(state_grad), key_grad, input_precision=PRECISION)
+            if DELTA:
+                answer_grad = tl.dot(added_grad, tl.trans(state), answer_grad, input_precision=PRECISION)
+            end_grad += tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), 1)
         if DELTA:
             # Keys' gradients as rows and as columns stay apart: their signs in the gradient of g differ.
-            row_grad = -tl.dot(turned, answer_grad.to(keys.dtype), input_precision=PRECISION) * decay
-            beta_grad += tl.sum(keys.to(tl.float32) * row_grad, 1)
-            row_grad *= weight[:, None]
-        if is_target == 0:
-            blocks, distance = _large_blocks(
-                g, sums, row, count - 1, keys.dtype, LEVELS, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD
-            )
-            if blocks > 0:
-                pairs = _pairs_within(C, blocks)
-                of_pairs = tl.where(pairs, score_grad, 0.0)
-                down, up = tl.exp2(distance), tl.exp2(-distance)
+            row_grad = -tl.dot(turned, answer_grad.to(k.dtype.element_ty), input_precision=PRECISION)
+        last = _load_last(sums, count, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
+        chunk_grad = end_grad[None, :] * tl.exp2(last.to(tl.float32))
+        if PER_HEAD:
+            anchor = g
+            is_near = True
+        else:
+            middle = tl.minimum(C // 2, count - 1).to(tl.int32) + tl.zeros([1], tl.int32)
+            anchor = _load_anchor(sums, middle, H * G_WIDTH, D, BLOCK_D, first)
+            LIMIT: tl.constexpr = MAX_EXPONENT_OF_HALF if k.dtype.element_ty == tl.float16 else MAX_EXPONENT
+            is_near = (is_target == 0) & (tl.max(tl.max(tl.abs(g - anchor), 1), 0) <= LIMIT)
+        if is_near:
+            # 2^g = 2^anchor 2^(g - anchor): gradients are summed without the second factor.
+            scaled_q, scaled_k, rows = queries, keys, keys
+            if not PER_HEAD:
+                down, up = tl.exp2((g - anchor).to(tl.float32)), tl.exp2((anchor - g).to(tl.float32))
                 scaled_q, scaled_k = (queries * down).to(keys.dtype), (keys * up).to(keys.dtype)
-                query_grad += down * tl.dot(of_pairs, scaled_k, input_precision=PRECISION)
-                key_grad += up * tl.dot(tl.trans(of_pairs), scaled_q, input_precision=PRECISION)
+                rows = (keys * down).to(keys.dtype)
+            query_grad *= tl.exp2(anchor.to(tl.float32)) * scale
+            key_grad *= tl.exp2((last - anchor).to(tl.float32))
+            chunk_grad += tl.sum(scaled_k.to(tl.float32) * key_grad, 0)[None, :]
+            pairs = i > j
+            of_pairs = tl.where(pairs & (is_target == 0), score_grad, 0.0)
+            if PER_HEAD:
+                of_pairs = (of_pairs * _decays_of_pairs(sums, existing, H, C)).to(keys.dtype)
+            query_grad = tl.dot(of_pairs, scaled_k, query_grad, input_precision=PRECISION)
+            key_grad = tl.dot(tl.trans(of_pairs), scaled_q, key_grad, input_precision=PRECISION)
+            decay_grad = scaled_q.to(tl.float32) * query_grad
+            if DELTA:
+                row_grad *= tl.exp2(anchor.to(tl.float32))
+                beta_grad += tl.sum(rows.to(tl.float32) * row_grad, 1)
+                chosen = load_rows(overlap_grads + token_head * C, row, count, H * C, C, C, 0)
+                chosen = tl.where(pairs & (is_target == 0), chosen, 0.0)
+                if PER_HEAD:
+                    chosen *= _decays_of_pairs(sums, existing, H, C)
+                overlap = tl.dot(rows, tl.trans(scaled_k), input_precision=PRECISION)
+                beta_grad += tl.sum(tl.where(pairs, overlap * chosen, 0.0), 1)
+                chosen = (weight[:, None] * chosen).to(keys.dtype)
+                row_grad = tl.dot(chosen, scaled_k, weight[:, None] * row_grad, input_precision=PRECISION)
+                key_grad = tl.dot(tl.trans(chosen), rows, key_grad, input_precision=PRECISION)
+                decay_grad += rows.to(tl.float32) * row_grad
+            decay_grad -= scaled_k.to(tl.float32) * key_grad
+            if not PER_HEAD:
+                query_grad *= down
+                key_grad *= up
                 if DELTA:
-                    rows = (keys * down).to(keys.dtype)
-                    overlap = tl.dot(rows, tl.trans(scaled_k), input_precision=PRECISION)
-                    chosen = tl.where(pairs, overlap_grad, 0.0)
-                    beta_grad += tl.sum(tl.where(pairs, overlap * chosen, 0.0), 1)
-                    chosen = (weight[:, None] * chosen).to(keys.dtype)
-                    row_grad += down * tl.dot(chosen, scaled_k, input_precision=PRECISION)
-                    key_grad += up * tl.dot(tl.trans(chosen), rows, input_precision=PRECISION)
-            for level in range(blocks, LEVELS):
-                factor = _factor(g, sums, row, count - 1, level, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
-                pairs = _pairs_of_level(C, level)
-                of_pairs = tl.where(pairs, score_grad, 0.0)
-                scaled_q, scaled_k = (queries * factor).to(keys.dtype), (keys * factor).to(keys.dtype)
-                query_grad += factor * tl.dot(of_pairs, scaled_k, input_precision=PRECISION)
-                key_grad += factor * tl.dot(tl.trans(of_pairs), scaled_q, input_precision=PRECISION)
-                if DELTA:
-                    overlap = tl.dot(scaled_k, tl.trans(scaled_k), input_precision=PRECISION)
-                    chosen = tl.where(pairs, overlap_grad, 0.0)
-                    beta_grad += tl.sum(chosen * overlap, 1)
-                    chosen = (weight[:, None] * chosen).to(keys.dtype)
-                    row_grad += factor * tl.dot(chosen, scaled_k, input_precision=PRECISION)
-                    key_grad += factor * tl.dot(tl.trans(chosen), scaled_k, input_precision=PRECISION)
-        # Loads g again, by another policy lest the compiler keeps the first: the products need its registers.
-        g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD, "evict_last")
-        down, up = _near_factors(g)
-        decay_grad = _as_rounded(queries, down, up) * query_grad - _as_rounded(keys, up, down) * key_grad
-        if DELTA:
-            decay_grad += _as_rounded(keys, down, up) * row_grad
-            key_grad += row_grad
+                    row_grad *= down
+            if DELTA:
+                key_grad += row_grad
+        else:
+            decay = tl.exp2(g.to(tl.float32))
+            query_grad *= decay * scale
+            if is_target == 0:
+                key_grad *= tl.exp2((last - g).to(tl.float32))
+                down, up = _near_factors(g)
+                chunk_grad += tl.sum(_as_rounded(keys, up, down) * key_grad, 0)[None, :]
+            if DELTA:
+                row_grad *= decay
+                beta_grad += tl.sum(keys.to(tl.float32) * row_grad, 1)
+                row_grad *= weight[:, None]
+                overlap_grad = load_rows(overlap_grads + token_head * C, row, count, H * C, C, C, 0)
+            if is_target == 0:
+                blocks, distance = _large_blocks(
+                    g, sums, row, count - 1, keys.dtype, LEVELS, H * G_WIDTH, D, BLOCK_D, first
+                )
+                if blocks > 0:
+                    pairs = _pairs_within(C, blocks)
+                    of_pairs = tl.where(pairs, score_grad, 0.0)
+                    down, up = tl.exp2(distance), tl.exp2(-distance)
+                    scaled_q, scaled_k = (queries * down).to(keys.dtype), (keys * up).to(keys.dtype)
+                    query_grad += down * tl.dot(of_pairs, scaled_k, input_precision=PRECISION)
+                    key_grad += up * tl.dot(tl.trans(of_pairs), scaled_q, input_precision=PRECISION)
+                    if DELTA:
+                        rows = (keys * down).to(keys.dtype)
+                        overlap = tl.dot(rows, tl.trans(scaled_k), input_precision=PRECISION)
+                        chosen = tl.where(pairs, overlap_grad, 0.0)
+                        beta_grad += tl.sum(tl.where(pairs, overlap * chosen, 0.0), 1)
+                        chosen = (weight[:, None] * chosen).to(keys.dtype)
+                        row_grad += down * tl.dot(chosen, scaled_k, input_precision=PRECISION)
+                        key_grad += up * tl.dot(tl.trans(chosen), rows, input_precision=PRECISION)
+                for level in range(blocks, LEVELS):
+                    factor = _factor(g, sums, row, count - 1, level, H * G_WIDTH, D, BLOCK_D, first)
+                    pairs = _pairs_of_level(C, level)
+                    of_pairs = tl.where(pairs, score_grad, 0.0)
+                    scaled_q, scaled_k = (queries * factor).to(keys.dtype), (keys * factor).to(keys.dtype)
+                    query_grad += factor * tl.dot(of_pairs, scaled_k, input_precision=PRECISION)
+                    key_grad += factor * tl.dot(tl.trans(of_pairs), scaled_q, input_precision=PRECISION)
+                    if DELTA:
+                        overlap = tl.dot(scaled_k, tl.trans(scaled_k), input_precision=PRECISION)
+                        chosen = tl.where(pairs, overlap_grad, 0.0)
+                        beta_grad += tl.sum(chosen * overlap, 1)
+                        chosen = (weight[:, None] * chosen).to(keys.dtype)
+                        row_grad += factor * tl.dot(chosen, scaled_k, input_precision=PRECISION)
+                        key_grad += factor * tl.dot(tl.trans(chosen), scaled_k, input_precision=PRECISION)
+            # Loads g again, by another policy lest the compiler keeps the first: the products need its
+            # registers.
+            g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD, "evict_last")
+            down, up = _near_factors(g)
+            decay_grad = _as_rounded(queries, down, up) * query_grad - _as_rounded(keys, up, down) * key_grad
+            if DELTA:
+                decay_grad += _as_rounded(keys, down, up) * row_grad
+                key_grad += row_grad
         query_grad += on_diagonal * keys.to(tl.float32)
         key_grad += on_diagonal * queries.to(tl.float32)
         store_rows(grad_q + token_head * D, query_grad, row, count, H * D, D, BLOCK_D, first)
         store_rows(grad_k + token_head * D, key_grad, row, count, H * D, D, BLOCK_D, first)
-        if is_target == 0:
-            decay_grad = tl.cumsum(decay_grad, 0, reverse=True) + chunk_grad
         if PER_HEAD:
             head_grad += tl.sum(decay_grad, 1)
+            head_chunk_grad += tl.sum(chunk_grad)
         else:
+            if is_target == 0:
+                decay_grad = tl.cumsum(decay_grad, 0, reverse=True) + chunk_grad
             store_rows(grad_decay + token_head * D, decay_grad, row, count, H * D, D, BLOCK_D, first)
     if PER_HEAD:
+        if is_target == 0:
+            head_grad = tl.cumsum(head_grad, 0, reverse=True) + head_chunk_grad
         tl.store(grad_decay + token_head + row * H, head_grad, mask=row < count)
     if DELTA:
         tl.store(grad_beta + (first_row + row) * H + head, beta_grad, mask=row < count)

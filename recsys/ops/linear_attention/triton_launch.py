@@ -12,11 +12,12 @@ from recsys.ops.linear_attention.chunks import ChunkTable
 from recsys.ops.linear_attention.triton_kernels import (
     combine_kernel,
     decay_sums_kernel,
-    gradients_kernel,
+    key_gradients_kernel,
     out_kernel,
     prepare_kernel,
     state_gradients_kernel,
     states_kernel,
+    value_gradients_kernel,
 )
 from recsys.ops.runtime.launch import Wrap, is_zero, launch
 from recsys.ops.runtime.triton_support import block_width, num_processors
@@ -38,6 +39,7 @@ SCAN_LAUNCH = {"num_warps": 4, "num_stages": 3}
 WIDE_SCAN_LAUNCH = {"num_warps": 4, "num_stages": 1}
 OUT_LAUNCH = {"num_warps": 4, "num_stages": 2}
 PREPARE_LAUNCH = {"num_warps": 4, "num_stages": 1}
+VALUE_GRADIENTS_LAUNCH = {"num_warps": 4, "num_stages": 1}
 """Launch parameters of the kernels; the wide ones are for float32, of which shared memory does not hold three
 stages."""
 
@@ -96,18 +98,41 @@ class Problem(NamedTuple):
 
     def chunk_constants(self, **others: Any) -> dict[str, Any]:
         """Compile-time constants of the kernels that process key columns in blocks."""
-        strides = {
-            f"{kind}_{name}": int(tensor.stride(axis))
-            for kind, axis in (("STRIDE", 0), ("HEAD", 1))
-            for name, tensor in (("Q", self.q), ("K", self.k), ("V", self.v))
-        }
-        strides["LEVELS"] = CHUNK.bit_length() - 1
-        return self._sizes(min(COLUMNS, block_width(self.q.shape[2]))) | strides | self._kind() | others
+        levels = {"LEVELS": CHUNK.bit_length() - 1}
+        return self.sizes() | self.strides("QKV") | levels | self._kind() | others
 
-    def gradients_launch(self) -> dict[str, int]:
-        """Warps and stages of `gradients_kernel`. With a decay a head and no delta rule it takes .72 times as
-        long with half as many warps, in other forms up to 1.3 times."""
-        return {"num_warps": 4 if self.sums.dim() == 2 and self.beta is None else 8, "num_stages": 1}
+    def key_gradients_constants(self) -> dict[str, Any]:
+        """Compile-time constants of `key_gradients_kernel`, with the launch that was fastest on an H200.
+
+        With a decay a head, products take keys and queries as they are, so registers hold more columns than
+        with a decay a channel, which multiplies each of them by a factor. For float32 nothing was measured;
+        its sums take twice the registers.
+        """
+        width, is_wide = block_width(self.q.shape[2]), self.q.shape[2] > COLUMNS
+        launches = {  # columns of keys, warps, stages by whether a head has one decay, and the delta rule
+            (True, False): (2 * COLUMNS, 8, 1) if is_wide else (COLUMNS, 4, 1),
+            (True, True): (COLUMNS, 8, 1),
+            (False, False): (COLUMNS, 8, 2) if is_wide else (COLUMNS // 2, 4, 1),
+            (False, True): (COLUMNS // 2, 4, 1),
+        }
+        columns, warps, stages = launches[self.sums.dim() == 2, self.beta is not None]
+        if self.q.dtype == torch.float32:
+            columns, warps, stages = COLUMNS // 2, 8, 1
+        columns = max(FEWEST_COLUMNS, min(columns, width))
+        return self.chunk_constants(BLOCK_D=columns, num_warps=warps, num_stages=stages)
+
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of tensors and of blocks of columns."""
+        return self._sizes(min(COLUMNS, block_width(self.q.shape[2])))
+
+    def strides(self, names: str) -> dict[str, int]:
+        """Strides of q, k or v."""
+        tensors = {"Q": self.q, "K": self.k, "V": self.v}
+        return {
+            f"{kind}_{name}": int(tensors[name].stride(axis))
+            for kind, axis in (("STRIDE", 0), ("HEAD", 1))
+            for name in names
+        }
 
     def _sizes(self, block_d: int) -> dict[str, Any]:
         return {
@@ -133,12 +158,25 @@ class Prepared(NamedTuple):
     values: Tensor  # [T, H, V], without the delta rule v itself
 
 
+class Kept(NamedTuple):
+    """Tensors that the forward pass keeps for the backward pass."""
+
+    chunk_decays: Tensor  # the first six of `Prepared`
+    scores: Tensor
+    decayed_q: Tensor
+    remaining_k: Tensor
+    inverses: Tensor
+    key_answers: Tensor
+    states: Tensor  # [chunks, H, D, V], the state that each chunk reads
+    added: Tensor  # [T, H, V], what each token adds, without the delta rule v itself
+
+
 class Results(NamedTuple):
-    """Results of the forward pass, and what the backward pass needs from it."""
+    """Results of the forward pass."""
 
     out: Tensor  # [T, H, V]
     final: Tensor  # float32 [B, H, D, V]
-    starts: Tensor  # float32 [segments, H, D, V], the states that segments start from
+    kept: Kept
 
 
 class Gradients(NamedTuple):
@@ -164,31 +202,27 @@ def launch_forward(problem: Problem) -> Results:
     """Launches the kernels of the forward pass."""
     v, table = problem.v, problem.table
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final = torch.empty_like(problem.initial_state, dtype=torch.float32)
-    if problem.initial_state.numel() == 0:
-        return Results(out, final, final)
-    prepared = _prepare(problem)
-    starts = _starts(problem, prepared)
-    states, added = _states(problem, prepared, starts, final)
-    launch(
-        out_kernel,
-        table.chunks.shape[0] * v.shape[1] * _blocks_v(v),
-        (prepared.decayed_q, prepared.scores, added, states, table.chunks, out),
-        (),
-        problem.out_constants() | {"STRIDE_V": int(added.stride(0)), "HEAD_V": int(added.stride(1))},
-        problem.wrap,
-    )
-    return Results(out, final, starts)
+    kept, final = _keep(problem)
+    if final.numel() > 0:
+        launch(
+            out_kernel,
+            table.chunks.shape[0] * v.shape[1] * _blocks_v(v),
+            (kept.decayed_q, kept.scores, kept.added, kept.states, table.chunks, out),
+            (),
+            problem.out_constants() | _strides_of_values(kept.added),
+            problem.wrap,
+        )
+    return Results(out, final, kept)
 
 
 def launch_backward(
-    problem: Problem, decay_dtype: torch.dtype, starts: Tensor | None, grad_out: Tensor, grad_final: Tensor
+    problem: Problem, decay_dtype: torch.dtype, kept: Kept | None, grad_out: Tensor, grad_final: Tensor
 ) -> Gradients:
-    """Launches the kernels of the backward pass, which recompute the chunks and states of the forward pass.
+    """Launches the kernels of the backward pass.
 
     Args:
         decay_dtype: type of the gradient of `log_decay`.
-        starts: see `Results`; None to compute them again.
+        kept: see `Results`; None to compute it again.
     """
     q, k, v, beta, table = problem.q, problem.k, problem.v, problem.beta, problem.table
     contiguous = {"memory_format": torch.contiguous_format}
@@ -198,29 +232,43 @@ def launch_backward(
         torch.empty_like(beta) if beta is not None else q.new_empty(0),
         torch.empty_like(problem.initial_state, **contiguous),
     )
-    if problem.initial_state.numel() > 0:
-        prepared = _prepare(problem)
-        starts = _starts(problem, prepared) if starts is None else starts
-        final = torch.empty_like(problem.initial_state, dtype=torch.float32)
-        states, added = _states(problem, prepared, starts, final)
-        grad_out, grad_final = grad_out.contiguous(), grad_final.contiguous()
-        ends = _end_gradients(problem, prepared, grad_out, grad_final)
-        state_grads = torch.empty_like(states)
-        added_grads = added if beta is None else torch.empty_like(added)
-        written = (state_grads, added_grads, gradients.initial_state)
-        _scan_back(problem, prepared, grad_out, ends, (*written, ends, ends), local=False)
-        launch(
-            gradients_kernel,
-            table.chunks.shape[0] * q.shape[1],
-            (
-                *(grad_out, q, k, v, _or(beta, q), problem.sums, table.chunks),
-                *(prepared.scores, prepared.remaining_k, prepared.inverses, added, added_grads),
-                *(states, state_grads, *gradients[:5]),
-            ),
-            (problem.scale,),
-            problem.chunk_constants(**problem.gradients_launch()),
-            problem.wrap,
-        )
+    if problem.initial_state.numel() == 0:
+        return gradients
+    kept = _keep(problem)[0] if kept is None else kept
+    grad_out, grad_final = grad_out.contiguous(), grad_final.contiguous()
+    ends = _end_gradients(problem, kept, grad_out, grad_final)
+    state_grads = torch.empty_like(kept.states)
+    added_grads = kept.added if beta is None else torch.empty_like(kept.added)
+    written = (state_grads, added_grads, gradients.initial_state)
+    _scan_back(problem, kept, grad_out, ends, (*written, ends, ends), local=False)
+    score_grads = torch.empty_like(kept.scores)
+    overlap_grads = torch.empty_like(kept.inverses) if beta is not None else score_grads
+    beta_grads = torch.empty_like(beta, dtype=torch.float32) if beta is not None else score_grads
+    between = (score_grads, overlap_grads, beta_grads)
+    num_programs = table.chunks.shape[0] * q.shape[1]
+    launch(
+        value_gradients_kernel,
+        num_programs,
+        (
+            *(grad_out, v, _or(beta, q), table.chunks, kept.scores, kept.remaining_k, kept.inverses),
+            *(kept.added, added_grads, state_grads, gradients.v, *between),
+        ),
+        (problem.scale,),
+        problem.sizes() | problem.strides("V") | {"DELTA": beta is not None} | VALUE_GRADIENTS_LAUNCH,
+        problem.wrap,
+    )
+    launch(
+        key_gradients_kernel,
+        num_programs,
+        (
+            *(grad_out, q, k, v, _or(beta, q), problem.sums, table.chunks, kept.inverses, kept.added),
+            *(added_grads, kept.states, state_grads, *between),
+            *(gradients.q, gradients.k, gradients.log_decay, gradients.beta),
+        ),
+        (problem.scale,),
+        problem.key_gradients_constants(),
+        problem.wrap,
+    )
     return gradients
 
 
@@ -264,6 +312,8 @@ def _prepare(problem: Problem) -> Prepared:
         key_answers=q if beta is None else q.new_empty(q.shape),
         values=v if beta is None else v.new_empty(v.shape),
     )
+    if problem.initial_state.numel() == 0:
+        return prepared
     launch(
         prepare_kernel,
         num_chunks * heads,
@@ -288,21 +338,25 @@ def _starts(problem: Problem, prepared: Prepared) -> Tensor:
     return _combined(problem, problem.initial_state, ends, decays, reverse=False)
 
 
-def _states(problem: Problem, prepared: Prepared, starts: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the state [chunks, H, D, V] that each chunk reads, and what each token adds, [T, H, V]."""
+def _keep(problem: Problem) -> tuple[Kept, Tensor]:
+    """Launches the kernels of the forward pass before its output; returns also the final state."""
     (heads, dim), v_dim = problem.q.shape[1:], problem.v.shape[2]
+    final = torch.empty_like(problem.initial_state, dtype=torch.float32)
+    prepared = _prepare(problem)
     states = problem.q.new_empty(problem.table.chunks.shape[0], heads, dim, v_dim)
     added = problem.v if problem.beta is None else torch.empty_like(prepared.values)
-    _scan(problem, prepared, starts, (states, final, added, final, final), local=False)
-    return states, added
+    if final.numel() > 0:
+        starts = _starts(problem, prepared)
+        _scan(problem, prepared, starts, (states, final, added, final, final), local=False)
+    return Kept(*prepared[:6], states, added), final
 
 
-def _end_gradients(problem: Problem, prepared: Prepared, grad_out: Tensor, grad_final: Tensor) -> Tensor:
+def _end_gradients(problem: Problem, kept: Kept, grad_out: Tensor, grad_final: Tensor) -> Tensor:
     """Returns the gradient [segments, H, D, V] of the state after each segment's history."""
     if not problem.segmented:
         return grad_final
     local, decays = _per_segment(problem)
-    _scan_back(problem, prepared, grad_out, local, (local, local, local, local, decays), local=True)
+    _scan_back(problem, kept, grad_out, local, (local, local, local, local, decays), local=True)
     return _combined(problem, grad_final, local, decays, reverse=True)
 
 
@@ -334,7 +388,6 @@ def _scan(
 ) -> None:
     """Launches `states_kernel`."""
     values, table = prepared.values, problem.table
-    strides = {"STRIDE_V": int(values.stride(0)), "HEAD_V": int(values.stride(1))}
     launch(
         states_kernel,
         problem.scan_programs(),
@@ -343,14 +396,14 @@ def _scan(
             *written,
         ),
         (),
-        problem.scan_constants(LOCAL=local, **strides, **problem.scan_launch()),
+        problem.scan_constants(LOCAL=local, **_strides_of_values(values), **problem.scan_launch()),
         problem.wrap,
     )
 
 
 def _scan_back(
     problem: Problem,
-    prepared: Prepared,
+    kept: Kept,
     grad_out: Tensor,
     ends: Tensor,
     written: tuple[Tensor, ...],
@@ -363,8 +416,8 @@ def _scan_back(
         state_gradients_kernel,
         problem.scan_programs(),
         (
-            *(grad_out, prepared.decayed_q, prepared.remaining_k, prepared.scores, prepared.key_answers),
-            *(prepared.chunk_decays, ends, *table, *written),
+            *(grad_out, kept.decayed_q, kept.remaining_k, kept.scores, kept.key_answers),
+            *(kept.chunk_decays, ends, *table, *written),
         ),
         (),
         problem.scan_constants(LOCAL=local, **problem.scan_launch()),
@@ -378,6 +431,10 @@ def problem_of(tensors: Sequence[Tensor | None], *facts: Any) -> Problem:
     q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
     beta = None if beta is None else beta.contiguous()
     return Problem(q, k, v, sums, beta, initial_state.contiguous(), *facts)
+
+
+def _strides_of_values(values: Tensor) -> dict[str, int]:
+    return {"STRIDE_V": int(values.stride(0)), "HEAD_V": int(values.stride(1))}
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
