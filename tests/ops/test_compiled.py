@@ -150,12 +150,14 @@ def linear_attention(kernel, dim, delta) -> Case:
             triton_kernels.state_gradients_kernel,
             problem.scan_constants(LOCAL=False, **scan),
         ),
-        "gradients": (
-            triton_kernels.gradients_kernel,
-            problem.chunk_constants(**problem.gradients_launch()),
+        "value_gradients": (
+            triton_kernels.value_gradients_kernel,
+            problem.sizes() | problem.strides("V") | {"DELTA": delta} | triton_launch.VALUE_GRADIENTS_LAUNCH,
         ),
+        "key_gradients": (triton_kernels.key_gradients_kernel, problem.key_gradients_constants()),
     }[kernel]
     wide = ("sums", "chunk_decays", "inverses", "starts", "final", "ends", "end_decays", "local")
+    wide += ("overlap_grads", "beta_grads")
     types = dict.fromkeys((*wide, "grad_starts", "beta", "grad_decay", "grad_beta"), "*fp32")
     types |= dict.fromkeys(("chunks", "segments", "segment_offsets"), "*i64") | {"scale": "fp32"}
     return Case(function, types, constants, "*bf16", spills=1600 if delta else 300)
@@ -264,13 +266,13 @@ BOTH, KERNELS, KINDS = (True, False), ("forward_kernel", "backward_kernel"), ("*
 PIECES = [(512, False), (100, False), (1, False), (64, True), (1, True)]
 LINEAR = [
     (kernel, dim, delta)
-    for kernel in ("prepare", "states", "local", "out", "state_gradients", "gradients")
+    for kernel in ("prepare", "states", "local", "out", "state_gradients", "value_gradients", "key_gradients")
     for dim, delta in product((64, 128), (False, True))
     if not (kernel in ("local", "out") and delta)
 ]
 LINEAR_USUAL = [(kernel, 64, True) for kernel in ("prepare", "states", "state_gradients")]
 LINEAR_USUAL += [(kernel, 64, False) for kernel in ("local", "out")]
-LINEAR_USUAL += [("gradients", 64, True)]
+LINEAR_USUAL += [("value_gradients", 64, True), ("key_gradients", 64, True)]
 LOGP_KINDS = [(width, torch.bfloat16) for width in (64, 128, 256, 512)]
 LOGP_KINDS += [(width, torch.float32) for width in (64, 128)]
 LOGP = [
@@ -374,7 +376,7 @@ def traced_gather():
 def traced_linear_attention(delta):
     """Forward: three kernels by chunk, the scan, and for segments a sum of each and their combination.
 
-    Backward computes the states again, goes back through them and has one kernel by chunk.
+    Backward computes the states again, goes back through them and has two kernels by chunk.
     """
     from recsys.ops.linear_attention import triton_launch
     from recsys.ops.linear_attention.chunks import chunk_table
@@ -390,7 +392,7 @@ def traced_linear_attention(delta):
     layout = SequenceLayout(torch.tensor([33, 5]))
     facts = (layout.lengths, layout.offsets, layout.num_targets)
     tensors = (torch.randn(38, 2, 16), torch.rand(38, 2), torch.randn(2, 2, 16, 16))
-    return both, (*tensors, *facts), 4 + 4 if delta else 6 + 8
+    return both, (*tensors, *facts), 4 + 5 if delta else 6 + 9
 
 
 def traced_linear_logp():

@@ -113,7 +113,7 @@ class Problem(NamedTuple):
             (True, False): (2 * COLUMNS, 8, 1) if is_wide else (COLUMNS, 4, 1),
             (True, True): (COLUMNS, 8, 1),
             (False, False): (COLUMNS, 8, 2) if is_wide else (COLUMNS // 2, 4, 1),
-            (False, True): (COLUMNS // 2, 4, 1),
+            (False, True): (COLUMNS // 2, 8, 1),
         }
         columns, warps, stages = launches[self.sums.dim() == 2, self.beta is not None]
         if self.q.dtype == torch.float32:
