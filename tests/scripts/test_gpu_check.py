@@ -40,7 +40,7 @@ def test_it_runs_the_gpu_tests_and_every_benchmark_into_one_folder(tmp_path):
     code, calls = check(tmp_path, "abc1234")
     assert code == 0
     (tests,) = (call for call in calls if call.startswith("-m pytest"))
-    assert tests.endswith("tests/ops tests/modules tests/models tests/scoring tests/training -m gpu")
+    assert tests.endswith("tests/ops tests/modules tests/models tests/inference tests/scoring tests/training -m gpu")
     assert benches(calls) == ALL
     for call in calls:
         if name := benches([call]):
@@ -81,7 +81,7 @@ def test_every_test_for_a_gpu_stands_where_it_looks():
     places = {
         path.relative_to(ROOT / "tests").parts[0] for path in marked if path.name != Path(__file__).name
     }
-    assert places == {"ops", "modules", "models", "scoring", "training"}
+    assert places == {"ops", "modules", "models", "inference", "scoring", "training"}
 
 
 def example(record, **changes):
