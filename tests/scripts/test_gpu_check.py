@@ -40,7 +40,8 @@ def test_it_runs_the_gpu_tests_and_every_benchmark_into_one_folder(tmp_path):
     code, calls = check(tmp_path, "abc1234")
     assert code == 0
     (tests,) = (call for call in calls if call.startswith("-m pytest"))
-    assert tests.endswith("tests/ops tests/modules tests/models tests/inference tests/scoring tests/training -m gpu")
+    folders = "tests/ops tests/modules tests/models tests/inference tests/scoring tests/training"
+    assert tests.endswith(f"{folders} -m gpu")
     assert benches(calls) == ALL
     for call in calls:
         if name := benches([call]):
