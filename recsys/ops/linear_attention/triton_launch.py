@@ -106,7 +106,8 @@ class Problem(NamedTuple):
 
         With a decay a head, products take keys and queries as they are, so registers hold more columns than
         with a decay a channel, which multiplies each of them by a factor. For float32 nothing was measured;
-        its sums take twice the registers.
+        its sums take twice the registers. Narrow heads with a decay a channel take half the columns of
+        values, since registers hold no more; they were measured with all of them.
         """
         width, is_wide = block_width(self.q.shape[2]), self.q.shape[2] > COLUMNS
         launches = {  # columns of keys, warps, stages by whether a head has one decay, and the delta rule
@@ -119,7 +120,10 @@ class Problem(NamedTuple):
         if self.q.dtype == torch.float32:
             columns, warps, stages = COLUMNS // 2, 8, 1
         columns = max(FEWEST_COLUMNS, min(columns, width))
-        return self.chunk_constants(BLOCK_D=columns, num_warps=warps, num_stages=stages)
+        constants = self.chunk_constants(BLOCK_D=columns, num_warps=warps, num_stages=stages)
+        if warps < 8 and self.sums.dim() > 2:
+            constants["BLOCK_V"] = min(constants["BLOCK_V"], COLUMNS // 2)
+        return constants
 
     def sizes(self) -> dict[str, Any]:
         """Sizes of tensors and of blocks of columns."""
