@@ -4,7 +4,7 @@ Python runs one thread at a time, so HTTP and scoring would wait for each other 
 process that speaks HTTP imports neither PyTorch nor CUDA. A pipe joins the two: one message for each batch,
 one back.
 
-The process is a fork of a `fork_server`, and ends when the server closes the pipe, or is killed. It ignores
+The process is started by `fork_server`, and ends when the server closes the pipe, or is killed. It ignores
 SIGINT and SIGTERM.
 """
 

@@ -81,9 +81,9 @@ class _GatherRows(torch.autograd.Function):
         return total.to(grad.dtype), None, None, None
 
 
-def _take(values: Tensor, index: Tensor, complete: bool = False) -> Tensor:
+def _take(values: Tensor, index: Tensor) -> Tensor:
     on_host = index.device.type == "cpu" and not torch.compiler.is_compiling()
-    if complete or (on_host and bool((index >= 0).all())):
+    if on_host and bool((index >= 0).all()):
         return values.index_select(0, index)
     return _with_zeros(values).index_select(0, torch.where(index < 0, values.shape[0], index))
 

@@ -110,20 +110,19 @@ class Problem(NamedTuple):
         values, since registers hold no more; they were measured with all of them.
         """
         width, is_wide = block_width(self.q.shape[2]), self.q.shape[2] > COLUMNS
-        launches = {  # columns of keys, warps, stages by whether a head has one decay, and the delta rule
-            (True, False): (2 * COLUMNS, 8, 1) if is_wide else (COLUMNS, 4, 1),
-            (True, True): (COLUMNS, 8, 1),
-            (False, False): (COLUMNS, 8, 2) if is_wide else (COLUMNS // 2, 4, 1),
-            (False, True): (COLUMNS // 2, 8, 1),
+        narrow, usual = COLUMNS // 2, COLUMNS
+        launches = {  # columns of keys, of values, warps, stages by one decay per head, and the delta rule
+            (True, False): (2 * usual, usual, 8, 1) if is_wide else (usual, usual, 4, 1),
+            (True, True): (usual, usual, 8, 1),
+            (False, False): (usual, usual, 8, 2) if is_wide else (narrow, narrow, 4, 1),
+            (False, True): (narrow, usual, 8, 1),
         }
-        columns, warps, stages = launches[self.sums.dim() == 2, self.beta is not None]
+        keys, values, warps, stages = launches[self.sums.dim() == 2, self.beta is not None]
         if self.q.dtype == torch.float32:
-            columns, warps, stages = COLUMNS // 2, 8, 1
-        columns = max(FEWEST_COLUMNS, min(columns, width))
+            keys, values, warps, stages = narrow, usual, 8, 1
+        columns = max(FEWEST_COLUMNS, min(keys, width))
         constants = self.chunk_constants(BLOCK_D=columns, num_warps=warps, num_stages=stages)
-        if warps < 8 and self.sums.dim() > 2:
-            constants["BLOCK_V"] = min(constants["BLOCK_V"], COLUMNS // 2)
-        return constants
+        return constants | {"BLOCK_V": min(values, constants["BLOCK_V"])}
 
     def sizes(self) -> dict[str, Any]:
         """Sizes of tensors and of blocks of columns."""
