@@ -268,6 +268,37 @@ def test_the_rule_of_ops_finds_what_it_is_for(importer, imported, fault):
     assert actual == ([] if fault is None else [f"recsys.ops.{importer}: {fault}"])
 
 
+def is_number(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, int | float)
+
+
+def unsafe_defaults(source: str) -> list[str]:
+    """Parameters of Triton functions whose default is not a number or a truth value.
+
+    Inductor writes kernels into files of their own, with the globals that their bodies read but without those
+    that defaults name; and Triton 3.6 does not take a text that is the default of a nested call.
+    """
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            defaults = node.args.defaults
+            parameters = node.args.args[len(node.args.args) - len(defaults) :]
+            pairs = zip(parameters, defaults, strict=True)
+            names += [parameter.arg for parameter, value in pairs if not is_number(value)]
+    return names
+
+
+def test_defaults_of_kernels_are_numbers():
+    assert {str(path): names for path in modules() if (names := unsafe_defaults(path.read_text()))} == {}
+
+
+def test_a_default_that_is_a_name_or_a_text_is_found():
+    source = (
+        "@triton.jit\ndef f(x, N: tl.constexpr = 2, M: tl.constexpr = ANY, P='a'): ...\ndef g(x=ANY): ..."
+    )
+    assert unsafe_defaults(source) == ["M", "P"]
+
+
 def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
 

@@ -291,17 +291,16 @@ def state_gradients_kernel(
 MAX_EXPONENT, MAX_EXPONENT_OF_HALF = tl.constexpr(60.0), tl.constexpr(8.0)
 """All pairs of a block may share an anchor if no factor exceeds 2 to this power; the second for float16."""
 
-ANY = tl.constexpr("")
-"""No policy for what the caches drop first."""
-
 TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """A float32 number that is added and subtracted rounds numbers up to 2^22 to integers: faster than `rint`."""
 
 
 @triton.jit
 def _load_sums(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST,
-               PER_HEAD: tl.constexpr, POLICY: tl.constexpr = ANY):  # fmt: skip
-    """Loads g of existing rows of the chunk: [C, BLOCK_D], or [C, 1] with one decay per head."""
+               PER_HEAD: tl.constexpr, KEPT: tl.constexpr = False):  # fmt: skip
+    """Loads g of existing rows of the chunk: [C, BLOCK_D], or [C, 1] with one decay per head. The caches drop
+    it last if it is kept."""
+    POLICY: tl.constexpr = "evict_last" if KEPT else ""
     if PER_HEAD:
         g = tl.load(sums + row[:, None] * STRIDE, eviction_policy=POLICY)
     else:
@@ -814,7 +813,7 @@ def key_gradients_kernel(
                         key_grad += factor * tl.dot(tl.trans(chosen), scaled_k, input_precision=PRECISION)
             # Loads g again, by another policy lest the compiler keeps the first: the products need its
             # registers.
-            g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD, "evict_last")
+            g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD, True)
             down, up = _near_factors(g)
             decay_grad = _as_rounded(queries, down, up) * query_grad - _as_rounded(keys, up, down) * key_grad
             if DELTA:
