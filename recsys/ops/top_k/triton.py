@@ -53,8 +53,8 @@ CHUNK_QUERIES = 4096
 """Queries processed at a time."""
 
 CHUNK_BYTES = 512 * 2**20
-"""Byte limit for the largest scores of a chunk's groups, and again for the chunk's rounded items, whose rows
-are then few enough for 32 bits."""
+"""Byte limit for the largest scores of a chunk's groups, and again for copies of the chunk's items (rounded,
+and widened if they have 16 bits), whose rows are then few enough for 32 bits."""
 
 PART = 64
 """Groups per program: many, so that queries are loaded rarely, but few enough for programs to end
@@ -160,8 +160,9 @@ def _search(search: _Search) -> None:
     """Merges the best of all items into `best`, chunk by chunk."""
     items, device = search.items, search.items.device
     columns = search.rounded.rows.shape[1]
+    copied = 2 * columns + (0 if items.dtype == torch.float32 else 4 * items.shape[1])
     blocks = BLOCKS[padded_width(int(items.shape[1]))]
-    chunk = chunk_of(len(search.queries), 2 * columns, len(items), blocks.group)
+    chunk = chunk_of(len(search.queries), copied, len(items), blocks.group)
     groups = _up(chunk, blocks.group) // blocks.group
     maxima = torch.empty(len(search.queries) * _up(groups, 16), dtype=torch.int32, device=device)
     widths = torch.empty(groups, dtype=torch.float32, device=device)
@@ -178,7 +179,7 @@ def _search(search: _Search) -> None:
 
 def chunk_of(num_queries: int, item_bytes: int, num_items: int, group: int) -> int:
     """Returns the number of items per chunk: whole groups, with chunks of about equal size; `item_bytes` are
-    those of an item's rounded copy."""
+    those of an item's copies."""
     most = min(CHUNK_BYTES // (4 * num_queries) * group, CHUNK_BYTES // item_bytes)
     most = max(most // group, 1) * group
     chunks = -(-num_items // most)
