@@ -311,11 +311,12 @@ EXAMPLES = {
         (
             "linear_attention.triton_kernels.states_kernel",
             "linear_attention.triton_kernels.state_gradients_kernel",
-            "linear_attention.triton_kernels.gradients_kernel",
+            "linear_attention.triton_kernels.value_gradients_kernel",
+            "linear_attention.triton_kernels.key_gradients_kernel",
         ),
     ),
     "linear_attention-delta": Example(
-        partial(states, delta=True), ("linear_attention.triton_kernels.gradients_kernel",)
+        partial(states, delta=True), ("linear_attention.triton_kernels.key_gradients_kernel",)
     ),
     "linear_logp": Example(
         loss,
@@ -338,6 +339,17 @@ RUNS = [
 on_gpus = pytest.mark.parametrize(("example", "runner"), RUNS)
 
 
+def kernels_of(example: Example) -> list[Any]:
+    names = (name.rpartition(".") for name in example.kernels)
+    return [getattr(importlib.import_module(f"recsys.ops.{module}"), name) for module, _, name in names]
+
+
+def test_kernels_of_examples_exist():
+    """Here, too, where no GPU runs them."""
+    for example in EXAMPLES.values():
+        assert all(kernel.__name__.endswith("_kernel") for kernel in kernels_of(example))
+
+
 @pytest.mark.parametrize("op", ["bucket_embedding", "linear_logp"])
 def test_a_compiled_graph_of_the_reference_is_traced_once(op):
     """Or twice: a number becomes a constant after the first call. Other ops have tests of their own."""
@@ -349,8 +361,7 @@ def test_a_compiled_graph_of_the_reference_is_traced_once(op):
 
 @on_gpus
 def test_the_same_bits_each_time_for_all_sizes_and_one_artefact(example, runner):
-    names = (name.rpartition(".") for name in example.kernels)
-    kernels = [getattr(importlib.import_module(f"recsys.ops.{module}"), name) for module, _, name in names]
+    kernels = kernels_of(example)
     harness.assert_same_bits_of_one_artefact([example.problem(n) for n in example.sizes], runner, *kernels)
 
 
