@@ -1,30 +1,33 @@
 """Measures the CPU seconds of each stage of an export's compilation, with the captured graph as it is and made smaller.
 
     python experiments/2026-11-28-export-time/stages.py --run-dir RUN --output FOLDER
+    python experiments/2026-11-28-export-time/stages.py --whole --run-dir RUN --output FOLDER
 
 The flags are those of `recsys export`. The scoring graph is captured and compiled twice in each way, in turn, and no
-package is written.
+package is written. With --whole, the package is written as usual, and the seconds of each stage on the clock and of CPU
+are printed; stages of a GPU's packages are among them.
 """
 
 import copy
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx as compile_fx
-import torch._inductor.cpp_builder as cpp_builder
-import torch._inductor.graph as graph
+from torch._inductor import async_compile, codecache, compile_fx, cpp_builder, graph
+from torch._inductor.codegen import cpp_wrapper_gpu
+from torch._inductor.runtime import triton_heuristics
 
 from recsys import environment
 
 environment.import_torchrec_quietly()
 
 from recsys import export  # noqa: E402
-from recsys.inference import compiler  # noqa: E402
+from recsys.inference import compiler, exporter  # noqa: E402
 from recsys.inference.graph_passes import shrink  # noqa: E402
 
 
@@ -34,16 +37,22 @@ def cpu() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def timed(owner: Any, name: str, stage: str) -> None:
-    """Prints the CPU seconds of each call of a function."""
+BEGIN = time.perf_counter()
+
+
+def timed(owner: Any, name: str, stage: str, least: float = 0.0) -> None:
+    """Prints the seconds of each call of a function that takes at least `least` seconds: when it ended, its time on the
+    clock, and its CPU time."""
     function = getattr(owner, name)
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        start = cpu()
+        start, clock = cpu(), time.perf_counter()
         try:
             return function(*arguments, **keywords)
         finally:
-            print(f"  {stage:28} {cpu() - start:6.1f} s", flush=True)
+            now = time.perf_counter()
+            if now - clock >= least:
+                print(f"  {stage:34} {now - BEGIN:6.1f} s: {now - clock:6.1f} s, CPU {cpu() - start:6.1f} s", flush=True)
 
     setattr(owner, name, call)
 
@@ -75,6 +84,16 @@ timed(compile_fx, "aot_export_module", "decomposition")
 timed(graph.GraphLowering, "run", "lowering")
 timed(graph.GraphLowering, "codegen", "scheduling, code generation")
 timed(cpp_builder.CppBuilder, "build", "a C++ compilation or link")
-torch._inductor.aoti_compile_and_package = compile_twice(torch._inductor.aoti_compile_and_package)
-compiler.shrink = lambda captured: None
+if "--whole" in sys.argv:
+    sys.argv.remove("--whole")
+    timed(cpp_wrapper_gpu.CppWrapperGpu, "generate_and_run_autotune_block", "kernels compiled and tuned")
+    timed(async_compile.AsyncCompile, "wait", "waiting for compiled kernels")
+    timed(triton_heuristics.CachingAutotuner, "precompile", "a kernel compiled or loaded", least=0.3)
+    timed(triton_heuristics.CachingAutotuner, "run", "a kernel run", least=0.3)
+    timed(codecache.AotCodeCompiler, "compile", "all C++ and packing")
+    timed(torch._inductor, "aoti_compile_and_package", "aoti_compile_and_package")
+    timed(exporter, "_prove", "comparison in a fresh process")
+else:
+    torch._inductor.aoti_compile_and_package = compile_twice(torch._inductor.aoti_compile_and_package)
+    compiler.shrink = lambda captured: None
 sys.exit(export.main())

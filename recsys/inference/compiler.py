@@ -4,18 +4,20 @@ Failures here are due to the machine: no compiler is installed, or a disk is ful
 """
 
 import io
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import cpu_vec_isa
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
-from torch._inductor.runtime import triton_heuristics
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, Grid2DWithYZOverflow
 from torch.fx.experimental import _config as symbolic
 
 from recsys import environment
@@ -90,7 +92,7 @@ def compile_graph(
             }
             weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
         try:
-            with _archive(path) as file, environment.quiet_export(), _uncached(), _empty_grids():
+            with _archive(path) as file, environment.quiet_export(), _uncached(), _corrected_inductor():
                 torch._inductor.aoti_compile_and_package(
                     captured, package_path=file, inductor_configs=settings
                 )
@@ -119,28 +121,58 @@ def _uncached() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _empty_grids() -> Iterator[None]:
-    """Makes packages launch nothing for tensors without entries, as with PyTorch 2.13, during the block.
-
-    The code that PyTorch 2.11 writes for a GPU divides by zero there if a kernel has two dimensions, which
-    ends the process.
-    """
-    grid = getattr(triton_heuristics, "Grid2DWithYZOverflow", None)
-    if grid is None:
+def _corrected_inductor() -> Iterator[None]:
+    """Changes how Inductor compiles during the block; nothing of a package's results depends on it."""
+    with ExitStack() as stack:
+        if platform.machine() in ("x86_64", "AMD64"):
+            stack.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
+        stack.enter_context(_replaced(CachingAutotuner, "run", _run_if_tuned))
+        stack.enter_context(_replaced(Grid2DWithYZOverflow, "generate", _generate_guarded))
         yield
-        return
-    generate = grid.generate
 
-    def generate_guarded(self, *args, **kwargs):
-        generate(self, *args, **kwargs)
-        if self.mode == "cpp" and "y_grid_div_ == 0" not in str(self.y_grid):
-            self.y_grid = f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
 
-    grid.generate = generate_guarded
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        grid.generate = generate
+        setattr(owner, name, before)
+
+
+def _instruction_sets() -> list[cpu_vec_isa.VecISA]:
+    """Returns those with vectors of `cpp.simdlen` bits. For each one that the processor has, Inductor would
+    compile and run programs, for half a minute in all, even if `cpp.vec_isa_ok` is set."""
+    return [cpu_vec_isa.VecAVX2()] if torch.cpu._is_avx2_supported() else []
+
+
+_run = CachingAutotuner.run
+
+
+def _run_if_tuned(self: CachingAutotuner, *args: Any, stream: Any, **kwargs: Any) -> Any:
+    """Runs a kernel only if that serves to choose one of several launches, and only saves it otherwise.
+
+    A package's kernels run as they are compiled, on made-up numbers. Those of `recsys.ops`, which have one
+    launch, would follow made-up indices out of their tensors.
+    """
+    if not self.launchers:
+        self.precompile()
+    if len(self.launchers) > 1:
+        return _run(self, *args, stream=stream, **kwargs)
+    self.save_gpu_kernel(stream, self.launchers[0])
+    return None
+
+
+_generate = Grid2DWithYZOverflow.generate
+
+
+def _generate_guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes packages launch nothing for tensors without entries, as with PyTorch 2.13. The code that PyTorch
+    2.11 writes for a GPU divides by zero there if a kernel has two dimensions, which ends the process."""
+    _generate(self, *args, **kwargs)
+    if self.mode == "cpp" and "y_grid_div_ == 0" not in str(self.y_grid):
+        self.y_grid = f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
 
 
 def _settings(pipeline: pb.Pipeline, device: torch.device) -> dict[str, object]:
@@ -151,11 +183,9 @@ def _settings(pipeline: pb.Pipeline, device: torch.device) -> dict[str, object]:
         "aot_inductor.compile_wrapper_opt_level": "O0",
         # On a GPU, padding of matrices to faster sizes would bound inputs by the sizes of the example.
         "shape_padding": False,
-        # On a GPU, Inductor runs each kernel as it compiles, on made-up numbers. An index that follows from
-        # them would fail the check, and end the use of the GPU. The graphs clamp such indices.
+        # On a GPU, Inductor runs kernels of several launches as it compiles, on made-up numbers. An index of
+        # theirs would fail the check, and end the use of the GPU. The graphs clamp such indices.
         "assert_indirect_indexing": device.type == "cpu",
-        # Without this setting, PyTorch would compile and run a program per instruction set to find out
-        # which ones this machine has, which takes a minute.
         "cpp.simdlen": 256,
         "cpp.vec_isa_ok": True,
     }

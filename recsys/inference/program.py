@@ -4,7 +4,6 @@ Native code does not check its inputs, so a wrong dtype or a strided tensor woul
 """
 
 import importlib
-import logging
 import os
 import stat
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor
+from torch.export.pt2_archive._package import AOTICompiledModel
 
 from recsys.errors import InstallationError, RecsysError
 from recsys.models.signature import TensorSpec
@@ -60,16 +59,12 @@ class Program:
         # The runtime reads this switch once, before the first call. It makes the runtime reject tensors of a
         # wrong type or shape.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
-        loader = logging.getLogger("torch.export.pt2_archive._package")
-        loader.addFilter(_is_not_target_warning)
-        try:
-            # The loader warns if this processor differs from that of the export. To find out what this
-            # processor can do, it would compile and run a program per instruction set, for a minute.
-            with inductor.patch("cpp.vec_isa_ok", True):
-                # A CUDA graph cannot record the events by which the runtime serves several threads at a time.
-                self._compiled = torch._inductor.aoti_load_package(str(path), run_single_threaded=recordable)
-        finally:
-            loader.removeFilter(_is_not_target_warning)
+        # `aoti_load_package` would first compile and run programs for the instruction sets that the processor
+        # has, for up to half a minute, only to warn if the export knew others. Packages are compiled for
+        # `export.march`, which is older than most machines on purpose; golden rows reveal a missing set.
+        # A CUDA graph cannot record the events by which the runtime serves several threads at a time.
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", recordable, 1, -1)
+        self._compiled = AOTICompiledModel(loader)
         self._specs, self._device, self._process = list(specs), device, os.getpid()
         self._look_up, self._lock = look_up, threading.Lock() if recordable else nullcontext()
         # The program holds pointers to the weights, so they must live as long as the program.
@@ -178,9 +173,3 @@ def check_inputs(inputs: tuple[Tensor, ...], specs: Sequence[TensorSpec]) -> tup
                 where = "" if name.isdigit() else " in an input before it"
                 raise PackageError(f"input {spec.name}: dim {name} is {size}, {wanted}{where}")
     return tuple(tensor.contiguous() for tensor in inputs)
-
-
-def _is_not_target_warning(record: logging.LogRecord) -> bool:
-    # A package is compiled for `export.march`, which is older than most machines on purpose. If a machine
-    # lacks an instruction set, the golden rows reveal it.
-    return "Device information mismatch" not in record.getMessage()

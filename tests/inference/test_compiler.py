@@ -9,14 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime import triton_heuristics
 from torch.fx.experimental import _config as symbolic
 
 from recsys import environment
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
+from recsys.inference import compiler
 from recsys.inference.compiler import compile_graph, instruction_set
 from recsys.inference.graph_passes import shrink
+from recsys.inference.program import Program
 from recsys.models.signature import TensorSpec
 from recsys.ops import AttentionMask, SequenceLayout, offsets_from_lengths
 from recsys.ops.hstu_attention.work_list import row_work
@@ -39,9 +42,11 @@ class Double(nn.Module):
         return inputs[0] * 2
 
 
+DOUBLED = [TensorSpec("x", torch.float32, ("rows",))]
+
+
 def compile_double(path: Path) -> None:
-    specs = [TensorSpec("x", torch.float32, ("rows",))]
-    compile_graph(Double().eval(), specs, (torch.ones(3),), path, pb.Pipeline())
+    compile_graph(Double().eval(), DOUBLED, (torch.ones(3),), path, pb.Pipeline())
 
 
 def test_a_disk_that_is_full_is_an_error_and_not_the_end_of_the_process(monkeypatch):
@@ -58,13 +63,54 @@ def test_a_disk_that_is_full_is_an_error_and_not_the_end_of_the_process(monkeypa
 
 
 @pytest.mark.slow
-def test_what_is_written_can_be_loaded(tmp_path):
-    """The packages that tests/integration exports are written and loaded in the same way."""
+def test_what_is_written_can_be_loaded(tmp_path, monkeypatch):
+    """Packages of tests/integration are written and loaded in the same way. No instruction set is
+    tried by a program, whatever the processor has: here all of them."""
+    tried = []
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: tried.append(self))
+    for name in ("avx512", "avx512_bf16", "vnni", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda: True)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
     path = tmp_path / "double.pt2"
     compile_double(path)
-    loaded = torch._inductor.aoti_load_package(str(path))
+    loaded = Program(path, DOUBLED, torch.device("cpu"))
     for rows in (0, 1, 5):
-        assert loaded(torch.arange(rows).float()).tolist() == [2 * x for x in range(rows)]
+        assert loaded([torch.arange(rows).float()])[0].tolist() == [2 * x for x in range(rows)]
+    assert tried == []
+
+
+class Kernel:
+    """What Inductor holds of a Triton kernel, with so many launches."""
+
+    def __init__(self, launches):
+        self.launchers, self.before, self.done = [], [object() for _ in range(launches)], []
+
+    def precompile(self):
+        self.launchers = self.before
+
+    def save_gpu_kernel(self, stream, launcher):
+        assert launcher is self.before[0]
+        self.done.append("saved")
+
+
+def test_a_kernel_with_one_launch_is_not_run_as_it_is_compiled(monkeypatch, tmp_path):
+    """It would run on made-up numbers, and follow made-up indices out of its tensors."""
+    kernels, ours = [Kernel(1), Kernel(2)], []
+
+    def write(*_, **__):
+        ours.append(triton_heuristics.CachingAutotuner.run)
+        for kernel in kernels:
+            ours[0](kernel, "x", stream=0)
+
+    def run(kernel, *args, stream):
+        kernel.done.append("run")
+
+    before = triton_heuristics.CachingAutotuner.run
+    monkeypatch.setattr(compiler, "_run", run)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
+    compile_double(tmp_path / "double.pt2")
+    assert [kernel.done for kernel in kernels] == [["saved"], ["run"]]
+    assert triton_heuristics.CachingAutotuner.run is before is not ours[0]
 
 
 class Repetitive(nn.Module):
@@ -197,10 +243,8 @@ def test_indices_are_checked_in_code_for_a_cpu_only(monkeypatch, tmp_path):
         )
     )  # fmt: skip
     compile_double(tmp_path / "double.pt2")
-    specs = [TensorSpec("x", torch.float32, ("rows",))]
-    compile_graph(
-        Double().eval(), specs, (torch.ones(3, device="meta"),), tmp_path / "on_gpu.pt2", pb.Pipeline()
-    )
+    on_gpu = (torch.ones(3, device="meta"),)
+    compile_graph(Double().eval(), DOUBLED, on_gpu, tmp_path / "on_gpu.pt2", pb.Pipeline())
     assert settings == [True, False]
 
 
@@ -216,14 +260,14 @@ def test_indices_are_checked_in_code_for_a_cpu_only(monkeypatch, tmp_path):
     ],
 )
 def test_a_compiler_that_fails_is_told_in_a_line(tmp_path, monkeypatch, said, kind, message):
-    compiler = tmp_path / "g++"
+    command = tmp_path / "g++"
     script = f"#!{sys.executable}\nimport subprocess, sys\n"
     script += "if '--version' in sys.argv: sys.exit(subprocess.call(['/usr/bin/g++', '--version']))\n"
-    compiler.write_text(script + f"print({said!r}, file=sys.stderr)\nsys.exit(1)\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    command.write_text(script + f"print({said!r}, file=sys.stderr)\nsys.exit(1)\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("CXX", str(command))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     # PyTorch has read CXX before.
-    chosen = torch._inductor.config.patch("cpp.cxx", (None, str(compiler)))
+    chosen = torch._inductor.config.patch("cpp.cxx", (None, str(command)))
     with chosen, pytest.raises(kind, match=message):
         compile_double(tmp_path / "double.pt2")
