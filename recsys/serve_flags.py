@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_store_flags(group)
     for name, kind, default, least, about in (
         ("port", int, 8000, 0, "port to listen on; 0 picks a free one"),
-        ("max-wait-ms", float, 2.0, 0, "how long the first request of a batch waits for others"),
+        ("max-wait-ms", float, 0.0, 0, "how long the first request of a batch waits for others"),
         ("max-batch", int, 64, 1, "most rows that are scored together"),
         ("max-queue", int, 128, 1, "most rows, and most requests, that may wait; others get a 503"),
         ("deadline-ms", float, 1000.0, 1, "time limit of an answer; after it, a 504 is sent"),
