@@ -27,5 +27,6 @@ for _ in $(seq 120); do
 done
 python scripts/bench_http.py --port "$port" --input "$runs/requests.parquet" --seconds "${SECONDS_A_RATE:-5}" \
     --rate ${RATES:-5 20 40 80 120 160}
+python "$here/long_requests.py" stages "http://127.0.0.1:$port/metrics"
 kill -TERM $server
 wait $server && echo "the server ended with exit code 0"

@@ -2,6 +2,7 @@
 
     python experiments/2026-11-27-serve/long_requests.py write FILE [--events 2048] [--candidates 256]
     python experiments/2026-11-27-serve/long_requests.py time FILE --package DIR
+    python experiments/2026-11-27-serve/long_requests.py stages URL          of a server's metrics
 
 Histories are those of many users of the KuaiRand sample, one after the other. Times are medians in ms of
 calls that are each waited for: whole calls of `Predictor.table`, and the model alone, from before to after
@@ -13,6 +14,7 @@ import random
 import statistics
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pyarrow as pa
@@ -78,18 +80,31 @@ def time_calls(path: Path, folder: Path, repeats: int) -> None:
         print(f"{rows} rows: whole call {statistics.median(taken[5:]):.2f} ms, model {statistics.median(spans[5:]):.2f} ms", flush=True)
 
 
+def print_stages(url: str) -> None:
+    """Prints the mean milliseconds of a batch's stages, and of requests, from a server's metrics."""
+    with urllib.request.urlopen(url) as answer:
+        lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    values = {name: float(value) for name, value in lines}
+    for name, total in values.items():
+        if name.startswith(("recsys_batch_seconds_sum", 'recsys_request_seconds_sum{route="/score"')):
+            count = values[name.replace("_sum", "_count")]
+            print(f"{name.replace('_seconds_sum', '')}: {1000 * total / count:.2f} ms, mean of {count:.0f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["write", "time"])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("action", choices=["write", "time", "stages"])
+    parser.add_argument("file")
     parser.add_argument("--package", type=Path)
     for name, default in (("events", 2048), ("candidates", 256), ("repeats", 50)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     if options.action == "write":
-        write(options.file, options.events, options.candidates)
+        write(Path(options.file), options.events, options.candidates)
+    elif options.action == "stages":
+        print_stages(options.file)
     else:
-        time_calls(options.file, options.package, options.repeats)
+        time_calls(Path(options.file), options.package, options.repeats)
     return 0
 
 
