@@ -3,8 +3,11 @@
 import csv
 import json
 import shutil
+import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -114,15 +117,24 @@ class Tables(HTMLParser):
             self.texts[name] = data
 
 
+def page_flags(folder: Path, items: Iterable) -> tuple:
+    """Flags of a page for the rows that `predicted` wrote, with names of items that are no HTML."""
+    with (folder / "names.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("id", "name"), *((item, f"{NASTY} {item}") for item in items)])
+    return ("--page-rows", folder / "rows.parquet", "--item-names", folder / "names.csv")
+
+
+def only_row(wanted) -> int:
+    """The place of the first row with a history whose user has no other row."""
+    users = Counter(row["user_id"] for row in wanted.rows)
+    return next(i for i, row in enumerate(wanted.rows) if users[row["user_id"]] == 1 and row["uih_item_id"])
+
+
 def test_the_page_shows_names_of_the_best_items(ranker, tmp_path):
     wanted = predicted(ranker, tmp_path, 40)
-    users = Counter(row["user_id"] for row in wanted.rows)
-    place = next(i for i, row in enumerate(wanted.rows) if users[row["user_id"]] == 1 and row["uih_item_id"])
+    place = only_row(wanted)
     row, answer = wanted.rows[place], wanted.answers[place]
-    items = sorted({*answer["candidate_item_id"], *row["uih_item_id"]})
-    with (tmp_path / "names.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("id", "name"), *((item, f"{NASTY} {item}") for item in items)])
-    page = ("--page-rows", tmp_path / "rows.parquet", "--item-names", tmp_path / "names.csv")
+    page = page_flags(tmp_path, sorted({*answer["candidate_item_id"], *row["uih_item_id"]}))
     with serving(ranker.package, *page) as running:
         empty = running.client.get("/")
         assert empty.headers["content-type"].startswith("text/html")
@@ -144,6 +156,31 @@ def test_the_page_shows_names_of_the_best_items(ranker, tmp_path):
     assert nobody.status_code == 404
     assert Tables(nobody.text).texts["error"] == f"There is no row of user {NASTY}."
     assert not Tables(nobody.text).tags["script"]
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome")
+def test_a_browser_shows_what_the_page_says(ranker, tmp_path):
+    """The document that a browser makes of the page has the tables of its text, and nothing else became of
+    names. In the browser's own form, the user is chosen and the button is there."""
+    wanted = predicted(ranker, tmp_path, 40)
+    row = wanted.rows[only_row(wanted)]
+    page = page_flags(tmp_path, sorted(set(row["uih_item_id"])))
+    with serving(ranker.package, *page) as running:
+        url = f"{running.client.base_url}?user={row['user_id']}"
+        said = Tables(running.client.get(url).text)
+        flags = ("--headless=new", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+        done = subprocess.run([BROWSER, *flags, url], capture_output=True, text=True, check=True, timeout=60)
+    shown = Tables(done.stdout)
+    assert shown.tables == said.tables and len(shown.tables) == 2
+    assert [line[1] for line in shown.tables["history"][1:]] == [
+        f"{NASTY} {item}" for item in row["uih_item_id"][::-1][:20]
+    ]
+    assert shown.texts == said.texts
+    assert not shown.tags["script"] and shown.tags["form"] == shown.tags["button"] == shown.tags["input"] == 1
 
 
 def test_flags_that_do_not_go_together_are_refused(ranker, retriever, twins, tmp_path):
