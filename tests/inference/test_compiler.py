@@ -80,7 +80,7 @@ def test_what_is_written_can_be_loaded(tmp_path, monkeypatch):
 
 
 class Kernel:
-    """What Inductor holds of a Triton kernel, with so many launches."""
+    """A Triton kernel with so many launches, as Inductor holds it."""
 
     def __init__(self, launches):
         self.launchers, self.before, self.done = [], [object() for _ in range(launches)], []
