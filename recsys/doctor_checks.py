@@ -5,7 +5,6 @@ Each check imports its libraries when it runs, because the import itself may fai
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import platform
@@ -242,17 +241,24 @@ def train_a_step() -> str:
 
 
 def compile_a_package() -> str:
-    """Compiles a function with AOTInductor, loads the package, and compares its result with eager mode."""
+    """Compiles a function as `recsys export` does, loads it, and compares its answer with eager mode."""
     import torch
 
-    inductor = importlib.import_module("torch._inductor")
-    model, example = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU()), torch.zeros(2, 4)
-    with tempfile.TemporaryDirectory() as folder, environment.quiet_export():
-        batch = torch.export.Dim("batch", min=1, max=64)
-        exported = torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
-        path = inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "tiny.pt2"))
-        package = inductor.aoti_load_package(path)
-        larger_input = torch.linspace(-1, 1, 3 * 4).view(3, 4)
-        if not torch.allclose(package(larger_input), model(larger_input), atol=1e-5):
+    from recsys import protos as pb
+    from recsys.inference.compiler import compile_graph
+    from recsys.inference.program import Program
+    from recsys.models.signature import TensorSpec
+
+    class Tiny(torch.nn.Linear):
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.silu(super().forward(inputs[0]))
+
+    model, specs = Tiny(4, 4).eval(), [TensorSpec("x", torch.float32, ("rows", "4"))]
+    rows = torch.linspace(-1, 1, 3 * 4).view(3, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.pt2"
+        compile_graph(model, specs, (torch.zeros(2, 4),), path, pb.Pipeline())
+        (answer,) = Program(path, specs, torch.device("cpu"))([rows])
+        if not torch.allclose(answer, model(rows), atol=1e-5):
             raise WrongResult("a compiled package disagrees with the model that it was made from")
     return "compiled, loaded, equal to eager"
