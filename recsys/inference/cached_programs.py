@@ -42,7 +42,7 @@ from recsys.scoring.signature import flatten, scoring_signature
 
 PREFILL, EXTEND, CACHED, WEIGHTS = "prefill.pt2", "extend.pt2", "cached.pt2", "weights.safetensors"
 
-Compile = Callable[[torch.nn.Module, list[TensorSpec], tuple[Tensor, ...], str], None]
+Compile = Callable[[torch.nn.Module, list[TensorSpec], tuple[Tensor, ...], str], bool]
 """Compiles a graph, given the specs of its inputs and an example, to a file of the given name."""
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]

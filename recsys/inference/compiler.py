@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import cpu_vec_isa
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -53,7 +53,7 @@ def compile_graph(
     path: Path,
     pipeline: pb.Pipeline,
     weights: dict[str, Tensor] | None = None,
-) -> None:
+) -> bool:
     """Captures a graph with every named dim dynamic and compiles it to an AOTInductor package.
 
     Args:
@@ -64,6 +64,9 @@ def compile_graph(
         pipeline: the config, read for `export.march`.
         weights: None to store weights in the file. Otherwise the file has no weights, and they are added to
             this mapping under the names that `Program` looks up.
+
+    Returns:
+        Whether a CUDA graph could hold the graph: it reads no sizes from the device, as truncation does.
 
     Raises:
         InstallationError: the compiler fails.
@@ -98,6 +101,12 @@ def compile_graph(
                 )
         except InductorError as error:
             raise _explain(error) from error
+    return not any(
+        node.target is torch.ops.aten.item.default
+        for part in captured.graph_module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    )
 
 
 def example_inputs(specs: Sequence[TensorSpec], device: torch.device) -> tuple[Tensor, ...]:

@@ -141,8 +141,8 @@ def export(source: ExportSource, folder: Path) -> Exported:
         mapped = _write_tables(source, aside)
         expected = [_score(graph, batch) for batch in source.batches]
         log.info("capturing and compiling the scoring graph")
-        _compile_programs(source, graph, aside, mapped)
-        _write_sides(source, aside, expected[0], mapped)
+        recordable = _compile_programs(source, graph, aside, mapped)
+        _write_sides(source, aside, expected[0], mapped, recordable)
         hashed = files.write_manifest(aside)
         log.info("loading the package in a fresh process and comparing it on real rows")
         difference = _prove(source, aside, expected)
@@ -212,20 +212,24 @@ def _metrics(source: ExportSource) -> dict[str, float]:
 
 def _compile_programs(
     source: ExportSource, graph: ScoringGraph, folder: Path, mapped: dict[str, MappedTable]
-) -> None:
-    """Compiles the whole model, the item tower and, with `export.cached_scoring`, the cached programs."""
+) -> bool:
+    """Compiles the whole model, the item tower and, with `export.cached_scoring`, the cached programs.
+
+    Returns:
+        Whether a CUDA graph could hold a call of the whole model.
+    """
     pipeline, device = source.pipeline, next(source.model.parameters()).device
     cached = pipeline.export.cached_scoring
     weights: dict[str, Tensor] | None = {} if cached else None
     tables = by_column(pipeline, mapped)
 
-    def compile_to(graph: nn.Module, specs: list[TensorSpec], inputs: tuple[Tensor, ...], name: str) -> None:
+    def compile_to(graph: nn.Module, specs: list[TensorSpec], inputs: tuple[Tensor, ...], name: str) -> bool:
         rows = RowInputs(specs, tables)
         graph, inputs = rows.added_to(graph, source.model.embed.outside), (*inputs, *rows.of(inputs))
-        compile_graph(graph, [*specs, *rows.specs], inputs, folder / name, pipeline, weights)
+        return compile_graph(graph, [*specs, *rows.specs], inputs, folder / name, pipeline, weights)
 
     specs = scoring_signature(pipeline)
-    compile_to(graph, specs, example_inputs(specs, device), package.MODEL)
+    recordable = compile_to(graph, specs, example_inputs(specs, device), package.MODEL)
     tower = source.model.item_tower()
     if tower is not None:
         log.info("capturing and compiling the item tower")
@@ -235,6 +239,7 @@ def _compile_programs(
         log.info("capturing and compiling the programs that score with a cache")
         cached_programs.compile_programs(source.model, compile_to)
         write_tensors(folder / cached_programs.WEIGHTS, weights)
+    return recordable
 
 
 def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
@@ -258,7 +263,9 @@ def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
     return rows[torch.from_numpy(order.row_of(np.arange(len(rows))) - 1)]
 
 
-def _write_sides(source: ExportSource, folder: Path, golden: Tensor, mapped: dict[str, MappedTable]) -> None:
+def _write_sides(
+    source: ExportSource, folder: Path, golden: Tensor, mapped: dict[str, MappedTable], recordable: bool
+) -> None:
     """Writes every file of the package except the compiled graphs."""
     pipeline, model = source.pipeline, source.model
     stored = pb.Pipeline()
@@ -291,6 +298,7 @@ def _write_sides(source: ExportSource, folder: Path, golden: Tensor, mapped: dic
         tolerance=pipeline.export.parity_tolerance,
         item_inputs=item_inputs,
         tables=[table.entry for table in mapped.values()],
+        recordable=recordable,
     )
     if pipeline.export.cached_scoring:
         description.cached = CachedDescription.of(model).to_json()

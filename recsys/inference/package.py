@@ -77,6 +77,7 @@ class Description:
         cached: the programs that score with a cache, as `CachedDescription`; None if there are none.
         item_inputs: the inputs of the item tower, in the form of `inputs`; None if there is no tower.
         tables: the embedding tables that are files of their own, if there are any.
+        recordable: whether a CUDA graph can hold a call; not if the program reads sizes from the device.
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Description:
     cached: dict | None = None
     item_inputs: list[dict] | None = None
     tables: list[TableEntry] = field(default_factory=list)
+    recordable: bool = True
     format: int = FORMAT
 
 
@@ -169,7 +171,7 @@ class Package:
             specs = [TensorSpec.from_json(entry) for entry in inputs]
             rows = RowInputs(specs, tables)
             look_up = rows.of if rows.columns else None
-            recordable = records and name in (MODEL, CACHED)
+            recordable = records and (name == CACHED or name == MODEL and self.description.recordable)
             return Program(folder / name, specs, device, libraries, weights, look_up, recordable=recordable)
 
         self.cached = None
@@ -183,7 +185,7 @@ class Package:
                 self.cached.record(device)
         self._program = program(MODEL, self.description.inputs)
         self._run: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = self._program
-        if records:
+        if records and self.description.recordable:
             padded = PaddedInputs(self.pipeline, scoring_signature(self.pipeline))
             recorded = RecordedScoring(
                 lambda *inputs: self._program(inputs), padded, device, str(folder / MODEL)
