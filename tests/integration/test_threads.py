@@ -26,7 +26,8 @@ def ask(predictor, tables, answers, seconds, counts, wrong):
 def test_eight_threads_get_the_answers_of_one(ranker, seconds):
     predictor, rows = Predictor(Package(ranker.package)), pq.read_table(ranker.rows)
     tables = [rows.slice(start, length) for start, length in ((0, 1), (7, 5), (20, 40), (3, 2), (70, 1))]
-    answers = [predictor.table(table) for table in tables]
+    # A GPU replays a recorded graph from the third call with equal sizes on, whose last bits may be others.
+    answers = [[predictor.table(table) for _ in range(3)][-1] for table in tables]
     counts, wrong = [], []
     threads = [
         threading.Thread(target=ask, args=(predictor, tables, answers, seconds, counts, wrong), daemon=True)
