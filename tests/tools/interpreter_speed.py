@@ -104,7 +104,7 @@ def _leave_equal_shapes_alone(monkeypatch, semantic) -> None:
 
 
 def _keep_constants(monkeypatch, semantic) -> None:
-    """Numbers of a kernel's text become a tensor once, and a block of a shape once: nobody can write to them."""
+    """Numbers of a kernel's text become a tensor once, and a block once for each shape, read-only."""
     constant, broadcast = semantic.scalar_constant, semantic.broadcast_impl_value
     constants, blocks, by_id = {}, {}, {}
 
