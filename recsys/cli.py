@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import errno
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -267,10 +268,15 @@ def _run(run: Callable[[Call], None], call: Call) -> None:
     for name in VARIABLES:
         if os.environ.get(name):
             logger.info("%s=%s is set", name, os.environ[name])
-    if not gc.get_freeze_count():
-        # Libraries have made 400,000 objects that stay; a full collection would take half a second for them.
-        gc.freeze()
+    _leave_out_imports()
     run(call)
+
+
+@functools.cache
+def _leave_out_imports() -> None:
+    """Lets collections leave out what libraries have made: 400,000 objects that stay, for which a full
+    collection would take half a second."""
+    gc.freeze()
 
 
 def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:

@@ -18,6 +18,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -314,8 +315,8 @@ def _quiet_root_logger() -> Iterator[None]:
 def _without_collections() -> Iterator[None]:
     """Stops the garbage collector during the block, which makes objects that stay: a sixth of the CPU time of
     importing torchrec is spent on looking at them again and again."""
-    if not gc.isenabled():
-        yield
+    if "torchrec" in sys.modules or not gc.isenabled():
+        yield  # nothing is left to import, or nothing collects
         return
     gc.disable()
     try:

@@ -128,9 +128,14 @@ def test_a_two_tower_run_goes_on_with_the_same_items_only(tmp_path, caplog):
     items = tmp_path / "items.parquet"
     known = pq.read_table("tests/data/movielens/items.parquet")
     pq.write_table(known, items)
+    few = []
+    for split, count in (("train", 128), ("validation", 32)):
+        path = tmp_path / f"{split}.parquet"
+        pq.write_table(pq.read_table(f"tests/data/movielens/{split}.parquet").slice(0, count), path)
+        few.append(f'data.{split}={{parquet {{paths: "{path}"}}}}')
 
     def train_to(step: int, path: Path) -> int:
-        chosen = ["train.num_epochs=", f"train.num_steps={step}", "train.schedule.warmup_steps=0"]
+        chosen = ["train.num_epochs=", f"train.num_steps={step}", "train.schedule.warmup_steps=0", *few]
         chosen += [f"data.item_file='{path}'", "data.num_workers=0", "train.evaluation.max_batches=1"]
         given = ["--config", "configs/movielens_small_two_tower.config", "--run-dir", str(tmp_path / "run")]
         for command in chosen:

@@ -33,6 +33,9 @@ STILL = (
 )
 """Nothing is drawn, and batch k of 16 rows is batches 2k and 2k + 1 of 8 rows."""
 
+BRIEF = (*STILL, "train.num_steps=4", "train.checkpoint.every_steps=4")
+"""Enough steps for 40 rows to end and begin anew on two ranks, and an evaluation."""
+
 HALF = ("data.batch_size=8", "data.eval_batch_size=32")
 LONGER = ("train.num_steps=12", "train.checkpoint.keep=9")
 AVERAGED = ("train.weight_averaging={ema {decay: 0.7}}",)
@@ -104,10 +107,11 @@ def uneven(folder) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def jobs(folder, uneven) -> dict[str, list[str]]:
     """Overrides of each run by name, for one process."""
-    settings = {name: [*STILL, *extra] for name, extra in VARIANTS.items()}
+    settings = {name: [*BRIEF, *extra] for name, extra in VARIANTS.items()}
+    settings["averaged"] = [*STILL, *AVERAGED]
     settings["retriever"] = [*RETRIEVER]
-    settings["uneven"] = [*STILL, *uneven]
-    settings["uneven_rows"] = [*STILL, *uneven, *OVER_ROWS]
+    settings["uneven"] = [*BRIEF, *uneven]
+    settings["uneven_rows"] = [*BRIEF, *uneven, *OVER_ROWS]
     settings["uneven_balanced"] = [*STILL, *uneven, "train.balance_ranks=true"]
     return settings
 

@@ -8,7 +8,6 @@ package.
 import json
 import math
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +25,7 @@ from recsys.inference.package import Package
 from recsys.inference.predictor import Predictor
 from recsys.training import checkpoint
 from recsys.training.restricted_unpickler import read_chunks
-from tests.integration.exports import Exported
+from tests.integration.exports import Exported, compare_here
 from tests.integration.runs import ROOT, command, command_in_new_process, evaluate
 
 TASKS = ("is_click", "long_view", "is_like", "watch_time")
@@ -393,13 +392,8 @@ def test_a_package_that_differs_from_the_model_is_not_written(ranker, tmp_path, 
         shutil.copyfile(ranker.package / path.name, path)
         return True
 
-    def run(command, **how):
-        """A new process, in which the exports of the fixtures compare, would import everything once more."""
-        differences = list(exporter._trial(Path(command[3])))
-        return subprocess.CompletedProcess(command, 0, json.dumps(differences), "")
-
     monkeypatch.setattr(exporter, "compile_graph", compile_graph)
-    monkeypatch.setattr(exporter, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(exporter, "subprocess", SimpleNamespace(run=compare_here))
     # The package is equal to some 1e-8; nothing is equal to 0 for hundreds of numbers.
     flags = (
         "--run-dir",

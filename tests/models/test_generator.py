@@ -545,9 +545,14 @@ def test_a_bundle_with_changed_codes_or_none_at_all_is_refused(pipeline, folder)
 def test_a_resumed_run_is_the_uninterrupted_one_and_evaluates_to_it(tmp_path):
     """With an encoder, whose steps draw the events to be predicted."""
     bundle = movielens_codes(tmp_path / "bundle")
+    few = []
+    for split, count in (("train", 80), ("validation", 32)):
+        path = tmp_path / f"{split}.parquet"
+        pq.write_table(pq.read_table(f"tests/data/movielens/{split}.parquet").slice(0, count), path)
+        few.append(f'data.{split}={{parquet {{paths: "{path}"}}}}')
 
     def train(name, steps):
-        flags = [f'model.generator.bundle="{bundle}"', f"train.num_steps={steps}", *ENCODER, *SHORT]
+        flags = [f'model.generator.bundle="{bundle}"', f"train.num_steps={steps}", *ENCODER, *SHORT, *few]
         chosen = [part for flag in flags for part in ("--set", flag)]
         config = "configs/movielens_small_generator.config"
         command("train", "--config", config, "--run-dir", tmp_path / name, *chosen)

@@ -23,6 +23,7 @@ def speed_up_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     _keep_numpy_types(monkeypatch, interpreter)
     _leave_equal_shapes_alone(monkeypatch, semantic.TritonSemantic)
     _leave_equal_types_alone(monkeypatch, core, semantic.TritonSemantic)
+    _keep_constants(monkeypatch, semantic.TritonSemantic)
     _call_builtins_directly(monkeypatch, core, interpreter, semantic.TritonSemantic)
 
 
@@ -99,6 +100,39 @@ def _leave_equal_shapes_alone(monkeypatch, semantic) -> None:
         shapes = [side.type.shape.values if side.type.is_block() else None for side in (lhs, rhs)]
         return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
 
+    monkeypatch.setattr(semantic, "broadcast_impl_value", faster)
+
+
+def _keep_constants(monkeypatch, semantic) -> None:
+    """Numbers of a kernel's text become a tensor once, and a block once for each shape, read-only."""
+    constant, broadcast = semantic.scalar_constant, semantic.broadcast_impl_value
+    constants, blocks, by_id = {}, {}, {}
+
+    def kept(self, value, dtype):
+        key = type(value), repr(value), dtype.name  # -0.0 is not 0.0, and NaN is NaN
+        if key not in constants:
+            constants[key] = made = read_only(constant(self, value, dtype))
+            by_id[id(made)] = made
+        return constants[key]
+
+    def read_only(tensor):
+        tensor.handle.data.flags.writeable = False
+        return tensor
+
+    def spread(self, number, block):
+        key = id(number), tuple(block.shape.values)
+        if key not in blocks:
+            blocks[key] = read_only(broadcast(self, number, self.full(block.shape, 0, block.scalar))[0])
+        return blocks[key]
+
+    def faster(self, lhs, rhs):
+        if id(rhs) in by_id and lhs.type.is_block():
+            return lhs, spread(self, rhs, lhs.type)
+        if id(lhs) in by_id and rhs.type.is_block():
+            return spread(self, lhs, rhs.type), rhs
+        return broadcast(self, lhs, rhs)
+
+    monkeypatch.setattr(semantic, "scalar_constant", kept)
     monkeypatch.setattr(semantic, "broadcast_impl_value", faster)
 
 
