@@ -1,25 +1,21 @@
 """Makes a package from a checkpoint and proves that it gives the same answers.
 
 `torch.export` captures the scoring graph with every size dynamic, and AOTInductor compiles it ahead of time.
-A new process then loads the package and compares it with the evaluated model on real rows. With
+A new process (`Trial`) then loads the package and compares it with the evaluated model on real rows. With
 `export.cached_scoring` the same happens to the programs that score with a cache. Only a package that agrees
 gets its final name.
 """
 
 import json
 import logging
-import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import recsys.config as config
@@ -44,6 +40,7 @@ from recsys.inference.mapped_tables import (
     by_column,
     write_tables,
 )
+from recsys.inference.trial import ITEM_TRIAL, TRIAL, Trial, why_it_failed
 from recsys.models.base import Model, layout_rule
 from recsys.models.check_kernels import check_kernels
 from recsys.models.item_tower import first_items, flatten_items, item_signature
@@ -57,7 +54,6 @@ GOLDEN_ROWS = 8
 QUANTIZATION = "quantization.json"
 """File of a package with its metrics on the rows of the comparison before and after quantization."""
 
-ITEM_TRIAL = ".trial/items.safetensors"
 HOW = {
     "cached": ", when it scores with a cache,",
     "extended": ", when it extends a cache,",
@@ -137,7 +133,11 @@ def export(source: ExportSource, folder: Path) -> Exported:
             "nothing would be compared"
         )
     place = Path(folder).resolve()
-    with files.whole_folder(place) as aside, files.naming_full_disk(place):
+    with (
+        files.whole_folder(place) as aside,
+        files.naming_full_disk(place),
+        Trial(aside, extensions.modules_of(source.pipeline)) as trial,
+    ):
         mapped = _write_tables(source, aside)
         expected = [_score(graph, batch) for batch in source.batches]
         log.info("capturing and compiling the scoring graph")
@@ -145,7 +145,7 @@ def export(source: ExportSource, folder: Path) -> Exported:
         _write_sides(source, aside, expected[0], mapped, recordable)
         hashed = files.write_manifest(aside)
         log.info("loading the package in a fresh process and comparing it on real rows")
-        difference = _prove(source, aside, expected)
+        difference = _prove(source, aside, expected, trial)
         files.write_manifest(aside, hashed)
     rows = sum(len(batch.uih_lengths) for batch in source.batches)
     return Exported(Path(folder), rows, difference)
@@ -316,18 +316,7 @@ def _golden_items(model: Model, source: ExportSource, limit: int | None = None) 
     return golden_tensors(inputs, vectors[:limit])
 
 
-def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the error message of a failed process, without the stack that C++ may have printed after it.
-
-    Where a compiled program failed, Python's message only says so, and the program has printed the cause.
-    """
-    lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and no message"]
-    why = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
-    cause = next((line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")), None)
-    return why if cause is None else f"{why}: {cause}"
-
-
-def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
+def _prove(source: ExportSource, folder: Path, expected: list[Tensor], trial: Trial) -> float:
     """Runs every batch through the package in a new process and writes `parity.json`.
 
     Returns:
@@ -336,16 +325,14 @@ def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
     Raises:
         ParityError: the difference is too large, or the package does not run.
     """
-    trial = folder / ".trial"
-    trial.mkdir()
+    given = folder / TRIAL
+    given.mkdir()
     for number, (batch, output) in enumerate(zip(source.batches, expected, strict=True)):
         tensors = golden_tensors(inputs_of(batch, source.pipeline), output)
-        write_tensors(trial / f"{number:04d}.safetensors", tensors)
+        write_tensors(given / f"{number:04d}.safetensors", tensors)
     if source.model.item_tower() is not None:
         write_tensors(folder / ITEM_TRIAL, _golden_items(source.model, source))
-    modules = extensions.modules_of(source.pipeline)
-    command = [sys.executable, "-m", "recsys.inference.exporter", str(folder), *modules]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = trial.run()
     if done.returncode != 0:
         raise ParityError(
             f"the package does not run in a fresh process: {why_it_failed(done)}. If it crashed while "
@@ -353,7 +340,7 @@ def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
             "recsys.doctor` tries a tiny package)"
         )
     differences = json.loads(done.stdout.strip().splitlines()[-1])
-    shutil.rmtree(trial)
+    shutil.rmtree(given)
     allowed, report = source.pipeline.export.parity_tolerance, {}
     of_items = differences.pop()
     ways = ("largest_difference", "largest_difference_cached", "largest_difference_extended")
@@ -373,18 +360,3 @@ def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
     report = {"rows": rows, "batches": len(differences), **report, "allowed": allowed}
     (folder / "parity.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return difference
-
-
-def _trial(folder: Path) -> Iterator[list[float]]:
-    """Yields, in the new process, the differences for each batch of the trial, then for the item tower."""
-    loaded = package.Package(folder, check_golden=False)
-    items = folder / ITEM_TRIAL
-    for path in sorted((folder / ".trial").iterdir()):
-        if path != items:
-            yield loaded.differences(load_file(path))
-    yield [loaded.item_difference(load_file(items))] if items.exists() else []
-
-
-if __name__ == "__main__":
-    extensions.load(sys.argv[2:])
-    print(json.dumps(list(_trial(Path(sys.argv[1])))))

@@ -1,5 +1,6 @@
 """An export spares what is no package, and says why the package that it made does not run."""
 
+import signal
 import subprocess
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from recsys import files
 from recsys import protos as pb
 from recsys.errors import RecsysError
-from recsys.inference.exporter import ExportSource, export, why_it_failed
+from recsys.inference.exporter import ExportSource, export
 from recsys.inference.program import PackageError
+from recsys.inference.trial import Trial, why_it_failed
 from recsys.models import build_model
 from tests.modules.pipelines import RANKER, batch_of, pipeline_of, random_rows
 
@@ -76,3 +78,10 @@ def test_a_comparison_of_nothing_proves_nothing(tmp_path):
     with pytest.raises(RecsysError, match="have no candidates, so nothing would be compared"):
         export(ExportSource(pipeline, model, 1, [batch]), tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_process_of_a_trial_ends_with_its_block(tmp_path):
+    """As when the package cannot be compiled: the process would wait for a package that nobody makes."""
+    with pytest.raises(RecsysError), Trial(tmp_path, []) as trial:
+        raise RecsysError
+    assert trial._process.returncode == -signal.SIGKILL

@@ -11,15 +11,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.inference import exporter
+from recsys.inference import exporter, trial
 from tests.integration.runs import ROOT, command, one_thread
 
 QUICKSTART_OUTPUT = "quickstart.txt"
@@ -161,12 +161,18 @@ def _make(made: Exported, config: str, *overrides: str) -> None:
     settings = [part for override in overrides for part in ("--set", override)]
     command("train", "--config", config, "--run-dir", made.run, *settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporter, "subprocess", SimpleNamespace(run=compare_here))
+        patch.setattr(exporter, "Trial", TrialHere)
         command("export", "--run-dir", made.run, cwd=ROOT)
 
 
-def compare_here(command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
+class TrialHere(nullcontext):
     """Compares a new package with its model as the exporter's new process does, without its seconds of
     imports; the export of the ranker starts that process."""
-    differences = list(exporter._trial(Path(command[3])))
-    return subprocess.CompletedProcess(command, 0, json.dumps(differences), "")
+
+    def __init__(self, folder: Path, modules: list[str]):
+        super().__init__(self)
+        self._folder = folder
+
+    def run(self) -> subprocess.CompletedProcess[str]:
+        differences = list(trial.differences(self._folder))
+        return subprocess.CompletedProcess([], 0, json.dumps(differences), "")

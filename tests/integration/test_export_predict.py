@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +24,7 @@ from recsys.inference.package import Package
 from recsys.inference.predictor import Predictor
 from recsys.training import checkpoint
 from recsys.training.restricted_unpickler import read_chunks
-from tests.integration.exports import Exported, compare_here
+from tests.integration.exports import Exported, TrialHere
 from tests.integration.runs import ROOT, command, command_in_new_process, evaluate
 
 TASKS = ("is_click", "long_view", "is_like", "watch_time")
@@ -393,7 +392,7 @@ def test_a_package_that_differs_from_the_model_is_not_written(ranker, tmp_path, 
         return True
 
     monkeypatch.setattr(exporter, "compile_graph", compile_graph)
-    monkeypatch.setattr(exporter, "subprocess", SimpleNamespace(run=compare_here))
+    monkeypatch.setattr(exporter, "Trial", TrialHere)
     # The package is equal to some 1e-8; nothing is equal to 0 for hundreds of numbers.
     flags = (
         "--run-dir",
