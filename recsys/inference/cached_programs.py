@@ -17,7 +17,6 @@ from torch import Tensor
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.inference.compiler import example_inputs
 from recsys.models.base import Model, layout_rule
 from recsys.models.signature import TensorSpec
 from recsys.modules.cache import NotExtendableError
@@ -38,7 +37,7 @@ from recsys.scoring.flat_events import events_between
 from recsys.scoring.padded_inputs import padded_cached_inputs
 from recsys.scoring.prefill import CachedModel
 from recsys.scoring.recorded import RecordedScoring
-from recsys.scoring.signature import flatten, scoring_signature
+from recsys.scoring.signature import example_inputs, flatten, scoring_signature
 
 PREFILL, EXTEND, CACHED, WEIGHTS = "prefill.pt2", "extend.pt2", "cached.pt2", "weights.safetensors"
 

@@ -7,7 +7,7 @@ import io
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,15 +26,11 @@ from recsys.errors import InstallationError, RecsysError
 from recsys.inference.graph_passes import shrink
 from recsys.models.signature import TensorSpec
 from recsys.ops.runtime.embedding import embedding
-from recsys.scoring.signature import CANDIDATES, LONGEST, ROWS
 
 NATIVE = "native"
 """The value of -march that stands for the machine that compiles."""
 
 NO_SPACE = "No space left on device"
-
-_USUAL, _MANY = {ROWS: 40, CANDIDATES: 1000, LONGEST: 200}, 4000
-"""Typical sizes of named dims and of all other dims, by which the compiler decides what to parallelize."""
 
 
 def require_compiler() -> None:
@@ -106,20 +102,6 @@ def compile_graph(
         for part in captured.graph_module.modules()
         if isinstance(part, fx.GraphModule)
         for node in part.graph.nodes
-    )
-
-
-def example_inputs(specs: Sequence[TensorSpec], device: torch.device) -> tuple[Tensor, ...]:
-    """Returns tensors of zeros with a typical size for each named dim; all these sizes are different.
-
-    A capture reads only the sizes. Real rows could have an empty list or a channel without events, and the
-    compiler would specialize on that size.
-    """
-    names = sorted({name for spec in specs for name in spec.dims if not name.isdigit()})
-    sizes = {name: _USUAL.get(name, _MANY) + place for place, name in enumerate(names)}
-    return tuple(
-        torch.zeros([sizes.get(name) or int(name) for name in spec.dims], dtype=spec.dtype, device=device)
-        for spec in specs
     )
 
 

@@ -12,7 +12,7 @@ from recsys.config.declarations import model_of
 from recsys.data.batch import Batch, Position
 from recsys.data.collator import Collator
 from recsys.data.convert.packer import Packer
-from recsys.inference.exporter import catalogue
+from recsys.inference.item_embeddings import catalogue
 from recsys.models.base import Model, layout_rule
 from recsys.ops import TopK
 from recsys.scoring.cache import UserCache

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,14 +24,13 @@ from recsys.config import extensions, features
 from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
-from recsys.data.schema.row_layout import ShardedRowLayout, sharded_name
 from recsys.data.schema.vocabulary import mappings
 from recsys.errors import RecsysError
 from recsys.inference import cached_programs, package
 from recsys.inference.cached_programs import CachedDescription
-from recsys.inference.compiler import compile_graph, example_inputs, instruction_set, require_compiler
+from recsys.inference.compiler import compile_graph, instruction_set, require_compiler
 from recsys.inference.golden import golden_tensors, write_tensors
-from recsys.inference.item_embeddings import write_vectors
+from recsys.inference.item_embeddings import catalogue, write_vectors
 from recsys.inference.mapped_tables import (
     MappedTable,
     RowInputs,
@@ -46,7 +44,7 @@ from recsys.models.check_kernels import check_kernels
 from recsys.models.item_tower import first_items, flatten_items, item_signature
 from recsys.models.signature import TensorSpec
 from recsys.modules.metrics.base import compute_all
-from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature
+from recsys.scoring.signature import ScoringGraph, example_inputs, inputs_of, scoring_signature
 
 GOLDEN_ROWS = 8
 """Number of golden rows, and of golden items, that a package checks itself against at every load."""
@@ -247,20 +245,6 @@ def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
         answer = graph(*inputs_of(batch, graph.model.pipeline))
         # Of items that a model has found, the scores are compared: equal ones may come in another order.
         return (answer if isinstance(answer, Tensor) else answer[0]).float().cpu()
-
-
-def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
-    """Computes the vector of each item in the order of the vocabulary, float32 [V, E] on the host.
-
-    Args:
-        model: a model that searches items, in evaluation mode.
-        batch: any batch that was read for evaluation.
-        pipeline: the resolved config.
-    """
-    with torch.no_grad():
-        rows = model.item_vectors(batch).float().cpu()
-    order = ShardedRowLayout(len(rows), sharded_name(pipeline, features.searched_item(pipeline).id.table))
-    return rows[torch.from_numpy(order.row_of(np.arange(len(rows))) - 1)]
 
 
 def _write_sides(

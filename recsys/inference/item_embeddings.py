@@ -15,8 +15,11 @@ from torch import Tensor
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.arrow import one_array
+from recsys.data.batch import Batch
 from recsys.data.convert.item_catalogue import convert, item_ids
+from recsys.data.schema.row_layout import ShardedRowLayout, sharded_name
 from recsys.data.schema.vocabulary import mappings
+from recsys.models.base import Model
 
 FILE = "item_embeddings.parquet"
 
@@ -50,6 +53,20 @@ def read_vectors(folder: Path) -> Tensor:
     column = one_array(pq.read_table(folder / FILE, columns=["vector"])["vector"])
     values = column.flatten().to_numpy(zero_copy_only=False)
     return torch.from_numpy(np.array(values, np.float32).reshape(len(column), column.type.list_size))
+
+
+def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
+    """Computes the vector of each item in the order of the vocabulary, float32 [V, E] on the host.
+
+    Args:
+        model: a model that searches items, in evaluation mode.
+        batch: any batch that was read for evaluation.
+        pipeline: the resolved config.
+    """
+    with torch.no_grad():
+        rows = model.item_vectors(batch).float().cpu()
+    order = ShardedRowLayout(len(rows), sharded_name(pipeline, features.searched_item(pipeline).id.table))
+    return rows[torch.from_numpy(order.row_of(np.arange(len(rows))) - 1)]
 
 
 def new_items(pipeline: pb.Pipeline, table: pa.Table) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
-from torch.export.pt2_archive._package import AOTICompiledModel
 
 from recsys.errors import InstallationError, RecsysError
 from recsys.models.signature import TensorSpec
@@ -63,8 +62,7 @@ class Program:
         # has, for up to half a minute, only to warn if the export knew others. Packages are compiled for
         # `export.march`, which is older than most machines on purpose; golden rows reveal a missing set.
         # A CUDA graph cannot record the events by which the runtime serves several threads at a time.
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", recordable, 1, -1)
-        self._compiled = AOTICompiledModel(loader)
+        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", recordable, 1, -1)
         self._specs, self._device, self._process = list(specs), device, os.getpid()
         self._look_up, self._lock = look_up, threading.Lock() if recordable else nullcontext()
         # The program holds pointers to the weights, so they must live as long as the program.
@@ -89,17 +87,20 @@ class Program:
         with torch.no_grad(), self._lock:
             # The loader's own call takes as long again, to rebuild the structure of arguments and results,
             # which are flat here.
-            return tuple(self._compiled.loader.boxed_run(moved))
+            return tuple(self._loader.boxed_run(moved))
 
     def _load_weights(self, weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-        constants = {}
-        for name in self._compiled.get_constant_fqns():
+        # The arguments of the loader's own method depend on PyTorch's version. The import takes some time.
+        from torch.export.pt2_archive._package import AOTICompiledModel
+
+        constants, compiled = {}, AOTICompiledModel(self._loader)
+        for name in compiled.get_constant_fqns():
             # A constant that only this program has is stored under the program's name.
             weight = weights.get(f"{path.stem}/{name}", weights.get(name))
             if weight is None:
                 raise PackageError(f"{path}: its weight {name} is missing: export it again")
             constants[name] = weight
-        self._compiled.load_constants(constants, check_full_update=True, user_managed=True)
+        compiled.load_constants(constants, check_full_update=True, user_managed=True)
         return constants
 
 

@@ -5,6 +5,7 @@ inside the graph and scores it. All sizes follow from the shapes of the inputs, 
 depends on values.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -28,6 +29,9 @@ SHORTEST = 2
 """The least bound on the length of a sequence, in tokens, since compilers specialize on sizes of 0 and 1."""
 
 _SIZE = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
+
+_USUAL, _MANY = {ROWS: 40, CANDIDATES: 1000, LONGEST: 200}, 4000
+"""Typical sizes of named dims and of all other dims, by which the compiler decides what to parallelize."""
 
 
 def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
@@ -71,6 +75,20 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
         inputs.append(TensorSpec("seen", torch.int64, (SEEN,)))
         inputs.append(TensorSpec("seen_lengths", torch.int64, (ROWS,)))
     return [*inputs, TensorSpec("steps", torch.int64, (LONGEST,))]
+
+
+def example_inputs(specs: Sequence[TensorSpec], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns tensors of zeros with a typical size for each named dim; all these sizes are different.
+
+    A capture reads only the sizes. Real rows could have an empty list or a channel without events, and the
+    compiler would specialize on that size.
+    """
+    names = sorted({name for spec in specs for name in spec.dims if not name.isdigit()})
+    sizes = {name: _USUAL.get(name, _MANY) + place for place, name in enumerate(names)}
+    return tuple(
+        torch.zeros([sizes.get(name) or int(name) for name in spec.dims], dtype=spec.dtype, device=device)
+        for spec in specs
+    )
 
 
 def inputs_of(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:

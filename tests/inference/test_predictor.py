@@ -16,7 +16,7 @@ from recsys import protos as pb
 from recsys.data.schema.vocabulary import mappings
 from recsys.data.sources import open_source
 from recsys.errors import DataError, RecsysError
-from recsys.inference.exporter import catalogue
+from recsys.inference.item_embeddings import catalogue
 from recsys.inference.predict_files import _one_ahead, predict
 from recsys.inference.predictor import Predictor
 from recsys.models import build_model

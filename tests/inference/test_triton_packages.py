@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys import environment
-from recsys.inference.compiler import compile_graph, example_inputs
+from recsys.inference.compiler import compile_graph
 from recsys.inference.program import Program
 from recsys.ops.runtime import triton_support
-from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature
+from recsys.scoring.signature import ScoringGraph, example_inputs, inputs_of, scoring_signature
 from tests.modules.pipelines import CHANNELS, RANKER, RANKERS, batch_of, pipeline_of, random_rows
 from tests.scoring.test_prefill import HYBRID, build
 

@@ -20,8 +20,8 @@ from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.data.schema.vocabulary import mappings
-from recsys.inference import exporter
 from recsys.inference.cached_programs import CachedPrograms, compile_programs
+from recsys.inference.item_embeddings import catalogue
 from recsys.models import Model, Ranker, build_model, layout_rule
 from recsys.scoring.cached_signature import CacheSpec
 from recsys.scoring.signature import ScoringGraph, inputs_of, scoring_signature
@@ -98,7 +98,7 @@ def package_of(model: Model, batches: list[Batch], program: Callable[..., Tensor
     ranker = pipeline.model.HasField("ranker")
     return SimpleNamespace(
         pipeline=pipeline,
-        items=None if ranker else exporter.catalogue(model, batches[0], pipeline),
+        items=None if ranker else catalogue(model, batches[0], pipeline),
         description=SimpleNamespace(
             device="cpu", outputs=[task.name for task in pipeline.model.ranker.tasks]
         ),

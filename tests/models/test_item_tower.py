@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.fx.experimental import _config as symbolic
 
-from recsys.inference.compiler import example_inputs
 from recsys.models import build_model
 from recsys.models.item_tower import ItemTower, first_items, flatten_items, item_signature
+from recsys.scoring.signature import example_inputs
 from tests.modules.pipelines import RETRIEVER, TWO_TOWER, batch_of, pipeline_of, random_rows
 
 ENCODER = "model { retriever { item_encoder { %s } } }"

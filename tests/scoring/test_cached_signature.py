@@ -8,7 +8,6 @@ from torch.fx.experimental import _config as symbolic
 
 from recsys import protos as pb
 from recsys.inference.cached_programs import CachedPrograms
-from recsys.inference.compiler import example_inputs
 from recsys.models import build_model
 from recsys.scoring.cached_signature import (
     CachedGraph,
@@ -23,7 +22,7 @@ from recsys.scoring.cached_signature import (
 )
 from recsys.scoring.flat_events import events_between
 from recsys.scoring.prefill import CachedModel
-from recsys.scoring.signature import flatten, scoring_signature
+from recsys.scoring.signature import example_inputs, flatten, scoring_signature
 from tests.integration.parity import as_tuple
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
 from tests.scoring.test_prefill import GROWING, HYBRID, INTERLEAVED, PLACED

@@ -9,7 +9,7 @@ import torch
 
 from recsys import environment
 from recsys import protos as pb
-from recsys.inference.compiler import compile_graph, example_inputs
+from recsys.inference.compiler import compile_graph
 from recsys.inference.eager import EagerPackage
 from recsys.inference.program import Program
 from recsys.models import build_model
@@ -18,7 +18,15 @@ from recsys.scoring.cached_signature import CachedGraph, CacheSpec, cached_input
 from recsys.scoring.padded_inputs import PaddedInputs, padded_cached_inputs
 from recsys.scoring.prefill import CachedModel, keeps_cache
 from recsys.scoring.recorded import RecordedScoring, as_tuple
-from recsys.scoring.signature import CANDIDATES, EVENTS, ROWS, ScoringGraph, inputs_of, scoring_signature
+from recsys.scoring.signature import (
+    CANDIDATES,
+    EVENTS,
+    ROWS,
+    ScoringGraph,
+    example_inputs,
+    inputs_of,
+    scoring_signature,
+)
 from recsys.scoring.user_candidate_split import UserCandidateSplit
 from tests.modules.pipelines import (
     CHANNELS,
