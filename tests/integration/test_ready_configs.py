@@ -33,11 +33,11 @@ from tests.scoring import test_cached_signature, test_signature
 from tests.tools.bundles import movielens_codes
 
 CONFIGS = sorted(path.name for path in Path("configs").glob("*.config"))
-ROWS = {"train": 48, "validation": 20, "test": 24}
+ROWS = {"train": 24, "validation": 10, "test": 24}
 STEPS = 2
 SHORT = (
     "data.num_workers=0",
-    "data.batch_size=16",
+    "data.batch_size=8",
     "data.eval_batch_size=16",
     "train.num_epochs=",
     f"train.num_steps={STEPS}",

@@ -76,14 +76,18 @@ def mend_interpreter(monkeypatch) -> None:
     patch_tensor, patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
     builder = interpreter.interpreter_builder
     patched: set[frozenset[int]] = set()
+    by_globals: dict[int, tuple[dict, frozenset[int]]] = {}
 
     def with_index(tensor, scope):
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def once_per_launch(function):
-        modules = {id(interpreter.tl), id(interpreter.tl.core)}
-        key = frozenset(modules.intersection(map(id, function.__globals__.values())))
+        names = function.__globals__
+        if id(names) not in by_globals:
+            modules = {id(interpreter.tl), id(interpreter.tl.core)}
+            by_globals[id(names)] = names, frozenset(modules.intersection(map(id, names.values())))
+        _, key = by_globals[id(names)]
         if key in patched:
             return interpreter._LangPatchScope()
         patched.add(key)

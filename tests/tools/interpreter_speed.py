@@ -80,8 +80,10 @@ def _keep_shapes(monkeypatch, core) -> None:
 
 
 def _keep_numpy_types(monkeypatch, interpreter) -> None:
-    """Keeps NumPy's type for each name of a type: the interpreter builds a table of all types each time."""
+    """Keeps NumPy's type for each name of a type: the interpreter builds a table of all types each time. That
+    a number fits into a type is checked once for each pair of types."""
     look_up, by_name = interpreter._get_np_dtype, {}
+    check, fitting = interpreter.TensorHandle.__post_init__, set()
 
     def kept(triton_type):
         name = triton_type.scalar.name
@@ -89,7 +91,14 @@ def _keep_numpy_types(monkeypatch, interpreter) -> None:
             by_name[name] = look_up(triton_type)
         return by_name[name]
 
+    def check_once(self):
+        key = self.data.dtype.char, self.dtype.name
+        if key not in fitting:
+            check(self)
+            fitting.add(key)
+
     monkeypatch.setattr(interpreter, "_get_np_dtype", kept)
+    monkeypatch.setattr(interpreter.TensorHandle, "__post_init__", check_once)
 
 
 def _leave_equal_shapes_alone(monkeypatch, semantic) -> None:
