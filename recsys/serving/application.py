@@ -238,7 +238,7 @@ async def _answer(request: Request, asked: Asked, bodies: Bodies, recommends: bo
         if asked.recommends != recommends:
             fit, does = (RECOMMEND, "searches items") if asked.recommends else (SCORE, "scores candidates")
             return failure(404, f"the package {does}: POST {fit}")
-        # `json.dumps` takes a millisecond for the scores of 256 candidates, pydantic an eighth of that.
+        # `json.dumps` takes .7 ms for 256 candidates and four tasks, pydantic an eighth of that.
         return Response(to_json(await asked.answer(body, until)), media_type="application/json")
     finally:
         bodies.release(body)

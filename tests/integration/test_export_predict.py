@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch._inductor import cpu_vec_isa
 
 import recsys
 from recsys import protos as pb
@@ -383,6 +385,18 @@ def test_a_package_can_be_read_by_whoever_may_read_its_folder(retriever):
     beside = retriever.run / "config.resolved"
     modes = {path.name: path.stat().st_mode for path in retriever.package.rglob("*") if path.is_file()}
     assert set(modes.values()) == {beside.stat().st_mode}, modes
+
+
+def test_a_load_tries_no_instruction_set(ranker, monkeypatch):
+    """PyTorch would compile and run a program for each one that the processor has: here all of them."""
+    tried = []
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: tried.append(self))
+    for name in ("avx512", "avx512_bf16", "vnni", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda: True)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    Package(ranker.package)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    assert tried == []
 
 
 def test_a_package_that_differs_from_the_model_is_not_written(ranker, tmp_path, monkeypatch):
