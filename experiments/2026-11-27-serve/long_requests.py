@@ -2,14 +2,18 @@
 
     python experiments/2026-11-27-serve/long_requests.py write FILE [--events 2048] [--candidates 256]
     python experiments/2026-11-27-serve/long_requests.py time FILE --package DIR
+    python experiments/2026-11-27-serve/long_requests.py steps FILE --package DIR
     python experiments/2026-11-27-serve/long_requests.py stages URL          of a server's metrics
 
 Histories are those of many users of the KuaiRand sample, one after the other. Times are medians in ms of
 calls that are each waited for: whole calls of `Predictor.table`, and the model alone, from before to after
-the package's program, on the GPU's clock.
+the package's program, on the GPU's clock. Steps are those of a server's request of one row, in milliseconds of CPU
+time of one thread.
 """
 
 import argparse
+import json
+import pickle
 import random
 import statistics
 import sys
@@ -80,6 +84,45 @@ def time_calls(path: Path, folder: Path, repeats: int) -> None:
         print(f"{rows} rows: whole call {statistics.median(taken[5:]):.2f} ms, model {statistics.median(spans[5:]):.2f} ms", flush=True)
 
 
+def time_steps(path: Path, folder: Path, repeats: int) -> None:
+    """Prints the CPU time of each step of a request of one row, without HTTP."""
+    environment.import_torchrec_quietly()
+    from pydantic_core import to_json
+    from recsys.inference.package import Package
+    from recsys.serving.batch_scorer import _ORIGIN, BatchScorer
+    from recsys.serving.model import Prepared, row_batch, schema_of
+    from recsys.serving.schema import RequestLimits
+
+    scorer = BatchScorer(Package(folder))
+    schema = schema_of(scorer.loaded, RequestLimits(64, 10_000, 10_000))
+    names = {*schema.request.model_json_schema()["$defs"]["Row"]["properties"]}
+    taken: dict[str, list[float]] = {}
+
+    def step(name, function, *arguments):
+        start = time.thread_time()
+        result = function(*arguments)
+        taken.setdefault(name, []).append(1000 * (time.thread_time() - start))
+        return result
+
+    rows = pq.read_table(path).to_pylist()
+    for number in range(repeats):
+        row = {name: value for name, value in rows[number % len(rows)].items() if name in names}
+        body = json.dumps({"rows": [row]}).encode()
+        request = step("read and checked by pydantic", schema.parse, body)
+        batch = row_batch(schema, [Prepared(request.rows, 0, range(1))], False)
+        sent = step("pickled", pickle.dumps, batch)
+        received = step("unpickled", pickle.loads, sent)
+        table = step("made a table", scorer._tables.table, received.columns)
+        block = step("checked and converted", scorer._predictor.convert, table, _ORIGIN)
+        columns = step("scored", scorer._score, block)
+        answer = {"rows": [{"candidates": row["candidate_item_id"], **{name: values[0] for name, values in columns.items()}}]}
+        step("answer by json.dumps", json.dumps, answer)
+        step("answer by pydantic", to_json, answer)
+    print(f"{len(body) / 1000:.0f} KB of JSON")
+    for name, times in taken.items():
+        print(f"{name}: {statistics.median(times[5:]):.2f} ms")
+
+
 def print_stages(url: str) -> None:
     """Prints the mean milliseconds of a batch's stages, and of requests, from a server's metrics."""
     with urllib.request.urlopen(url) as answer:
@@ -93,7 +136,7 @@ def print_stages(url: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["write", "time", "stages"])
+    parser.add_argument("action", choices=["write", "time", "steps", "stages"])
     parser.add_argument("file")
     parser.add_argument("--package", type=Path)
     for name, default in (("events", 2048), ("candidates", 256), ("repeats", 50)):
@@ -103,6 +146,8 @@ def main() -> int:
         write(Path(options.file), options.events, options.candidates)
     elif options.action == "stages":
         print_stages(options.file)
+    elif options.action == "steps":
+        time_steps(Path(options.file), options.package, options.repeats)
     else:
         time_calls(Path(options.file), options.package, options.repeats)
     return 0
