@@ -6,6 +6,8 @@ import signal
 import time
 from collections import Counter
 from itertools import islice
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
@@ -313,20 +315,9 @@ def test_a_file_that_changed_under_way(sample):
 
 
 def readers() -> list[int]:
-    """Reader processes of this one: forked from its server."""
-    results = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/cmdline", "rb") as cmdline, open(f"/proc/{name}/stat") as stat:
-                    parent = int(stat.read().rsplit(")", 1)[1].split()[1])
-                    if b"forkserver" in cmdline.read() and parent != os.getpid():
-                        with open(f"/proc/{parent}/stat") as above:
-                            if int(above.read().rsplit(")", 1)[1].split()[1]) == os.getpid():
-                                results.append(int(name))
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    return results
+    """Reader processes of this one: children of its fork server. Earlier tests may have left others."""
+    server = forkserver._forkserver._forkserver_pid
+    return [int(child) for child in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
 
 
 needs_proc = pytest.mark.skipif(
