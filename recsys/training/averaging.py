@@ -70,7 +70,7 @@ class WeightAverage:
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(back=True)
 
     def take_over(self, step: int) -> None:
         """Puts the average into the model permanently; do not train or save the model afterwards."""
@@ -88,8 +88,10 @@ class WeightAverage:
         return {AVERAGE + name.removeprefix(MODEL): average for name, average in self._averages.items()}
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        for weight, average in zip(self._live, self._average, strict=True):
+    def _exchange(self, *, back: bool = False) -> None:
+        pairs = list(zip(self._live, self._average, strict=True))
+        # A weight with two names has two averages, so it is itself again only after the reverse order.
+        for weight, average in reversed(pairs) if back else pairs:
             chunks = zip(weight.view(-1).split(_CHUNK), average.view(-1).split(_CHUNK), strict=True)
             for weight_chunk, average_chunk in chunks:
                 weight_copy = weight_chunk.clone()

@@ -75,6 +75,19 @@ def test_stochastic_average(start, every):
         torch.testing.assert_close(trained.averaged().double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_weight_with_two_names_is_itself_again_after_evaluations():
+    """Generators have one: the codes of the decoder are those of the history."""
+    weight = torch.tensor([1.0])
+    average = WeightAverage({"model.encoder": weight, "model.decoder": weight}, [], ema(decay=0.0))
+    average.update(1)
+    weight.fill_(2.0)
+    for _ in range(2):
+        with average.in_place(1):
+            assert weight.item() == 1.0
+        assert weight.item() == 2.0
+        assert [tensor.item() for tensor in average.tensors(1).values()] == [1.0, 1.0]
+
+
 def test_first_weights_do_not_dominate_a_short_run():
     """After 20 updates with a decay of .999, 98 % of a plain average would be its first value."""
     trained = Trained(ema(decay=0.999))
