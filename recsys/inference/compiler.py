@@ -4,25 +4,23 @@ Failures here are due to the machine: no compiler is installed, or a disk is ful
 """
 
 import io
-import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor import cpu_vec_isa
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, Grid2DWithYZOverflow
 from torch.fx.experimental import _config as symbolic
 
 from recsys import environment
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
+from recsys.inference.corrected_inductor import corrected_inductor
 from recsys.inference.graph_passes import shrink
 from recsys.models.signature import TensorSpec
 from recsys.ops.runtime.embedding import embedding
@@ -91,7 +89,7 @@ def compile_graph(
             }
             weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
         try:
-            with _archive(path) as file, environment.quiet_export(), _uncached(), _corrected_inductor():
+            with _archive(path) as file, environment.quiet_export(), _uncached(), corrected_inductor():
                 torch._inductor.aoti_compile_and_package(
                     captured, package_path=file, inductor_configs=settings
                 )
@@ -111,61 +109,6 @@ def _uncached() -> AbstractContextManager[None]:
     return torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
 
 
-@contextmanager
-def _corrected_inductor() -> Iterator[None]:
-    """Changes how Inductor compiles during the block; nothing of a package's results depends on it."""
-    with ExitStack() as stack:
-        if platform.machine() in ("x86_64", "AMD64"):
-            stack.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
-        stack.enter_context(_replaced(CachingAutotuner, "run", _run_if_tuned))
-        stack.enter_context(_replaced(Grid2DWithYZOverflow, "generate", _generate_guarded))
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def _instruction_sets() -> list[cpu_vec_isa.VecISA]:
-    """Returns those with vectors of `cpp.simdlen` bits. For each one that the processor has, Inductor would
-    compile and run programs, for half a minute in all, even if `cpp.vec_isa_ok` is set."""
-    return [cpu_vec_isa.VecAVX2()] if torch.cpu._is_avx2_supported() else []
-
-
-_run = CachingAutotuner.run
-
-
-def _run_if_tuned(self: CachingAutotuner, *args: Any, stream: Any, **kwargs: Any) -> Any:
-    """Runs a kernel only if that serves to choose one of several launches, and only saves it otherwise.
-
-    A package's kernels run as they are compiled, on made-up numbers. Those of `recsys.ops`, which have one
-    launch, would follow made-up indices out of their tensors.
-    """
-    if not self.launchers:
-        self.precompile()
-    if len(self.launchers) > 1:
-        return _run(self, *args, stream=stream, **kwargs)
-    self.save_gpu_kernel(stream, self.launchers[0])
-    return None
-
-
-_generate = Grid2DWithYZOverflow.generate
-
-
-def _generate_guarded(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes packages launch nothing for tensors without entries, as with PyTorch 2.13. The code that PyTorch
-    2.11 writes for a GPU divides by zero there if a kernel has two dimensions, which ends the process."""
-    _generate(self, *args, **kwargs)
-    if self.mode == "cpp" and "y_grid_div_ == 0" not in str(self.y_grid):
-        self.y_grid = f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
-
-
 def _settings(pipeline: pb.Pipeline, device: torch.device) -> dict[str, object]:
     """Returns the settings of Inductor."""
     settings: dict[str, object] = {
@@ -180,6 +123,9 @@ def _settings(pipeline: pb.Pipeline, device: torch.device) -> dict[str, object]:
         "cpp.simdlen": 256,
         "cpp.vec_isa_ok": True,
     }
+    if hasattr(torch._inductor.config.aot_inductor, "enable_line_tables"):
+        # Nobody looks for lines of generated code.
+        settings["aot_inductor.enable_line_tables"] = False
     if instruction_set(pipeline) != NATIVE:
         settings["cpp.march"] = instruction_set(pipeline)
     return settings

@@ -1,5 +1,6 @@
 """The target that graphs are compiled for, and the messages when the compiler or a disk fails."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from torch.fx.experimental import _config as symbolic
 from recsys import environment
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
-from recsys.inference import compiler
+from recsys.inference import compiler, corrected_inductor
 from recsys.inference.compiler import compile_graph, instruction_set
 from recsys.inference.graph_passes import shrink
 from recsys.inference.program import Program
@@ -106,7 +107,7 @@ def test_a_kernel_with_one_launch_is_not_run_as_it_is_compiled(monkeypatch, tmp_
         kernel.done.append("run")
 
     before = triton_heuristics.CachingAutotuner.run
-    monkeypatch.setattr(compiler, "_run", run)
+    monkeypatch.setattr(corrected_inductor, "_run", run)
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", write)
     assert compile_double(tmp_path / "double.pt2"), "a CUDA graph can hold it"
     assert [kernel.done for kernel in kernels] == [["saved"], ["run"]]
@@ -271,3 +272,68 @@ def test_a_compiler_that_fails_is_told_in_a_line(tmp_path, monkeypatch, said, ki
     chosen = torch._inductor.config.patch("cpp.cxx", (None, str(command)))
     with chosen, pytest.raises(kind, match=message):
         compile_double(tmp_path / "double.pt2")
+
+
+PARSER = """
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#define AOTI_RUNTIME_CHECK(condition, text) if (!(condition)) throw std::runtime_error(text)
+int aoti_torch_device_type_cpu() { return 0; }
+int aoti_torch_device_type_cuda() { return 1; }
+using std::stoi;
+%s
+int main(int count, char** names) {
+  for (int i = 1; i < count; ++i) {
+    try {
+      int32_t type, number;
+      parse_device_str(names[i], type, number);
+      std::printf("%%d %%d\\n", type, number);
+    } catch (const std::runtime_error&) {
+      std::puts("invalid");
+    }
+  }
+}
+"""
+
+
+def test_names_of_devices_are_read_as_by_pytorch_s_regular_expression(tmp_path):
+    (folder, *_), _, _ = corrected_inductor._searching(corrected_inductor._changed_headers())(True, True)
+    header = (Path(folder) / corrected_inductor.HEADER).read_text()
+    parser = (
+        "inline void parse_device_str("
+        + header.split("inline void parse_device_str(")[1].split("\n}\n")[0]
+        + "\n}\n"
+    )
+    (tmp_path / "parser.cpp").write_text(PARSER % parser)
+    program = tmp_path / "parser"
+    subprocess.run([environment.find_cxx(), tmp_path / "parser.cpp", "-std=c++17", "-o", program], check=True)
+    names = [
+        "cpu",
+        "cuda",
+        "cuda:0",
+        "cuda:17",
+        "cpu:2",
+        "",
+        ":",
+        ":1",
+        "cuda:",
+        "cuda:x",
+        "cuda:1:2",
+        "tpu",
+        "tpu:1",
+        "cuda1",
+    ]
+    expected = []
+    for name in names:
+        match = re.fullmatch("(cpu|cuda)(:([0-9]+))?", name)
+        expected.append(f"{('cpu', 'cuda').index(match[1])} {match[3] or -1}" if match else "invalid")
+    said = subprocess.run([program, *names], check=True, capture_output=True, text=True).stdout
+    assert said.splitlines() == expected
+
+
+def test_a_header_of_another_pytorch_stays_as_it_is(monkeypatch, tmp_path):
+    assert corrected_inductor.without_regex("#include <regex>\n") is None
+    monkeypatch.setattr(corrected_inductor.cpp_extension, "include_paths", lambda: [str(tmp_path)])
+    assert corrected_inductor._changed_headers() is None

@@ -101,6 +101,11 @@ def test_a_package_without_large_tables_is_what_it_was(ranker):
     assert not (ranker.package / "tables").exists()
 
 
+def test_a_package_has_no_code_of_regular_expressions(ranker):
+    """A third of what the compiler had to do, for the name of a device."""
+    assert b"regex" not in (ranker.package / "model.pt2").read_bytes()
+
+
 def test_a_retrievers_predictions_have_the_evaluated_quality(retriever, tmp_path):
     rows = pq.read_table(retriever.rows)
     actual = predict(retriever.package, retriever.rows, tmp_path / "out")
