@@ -17,7 +17,7 @@ from torch.fx.experimental import _config as symbolic
 from recsys import environment
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
-from recsys.inference import compiler, corrected_inductor
+from recsys.inference import corrected_inductor
 from recsys.inference.compiler import compile_graph, instruction_set
 from recsys.inference.graph_passes import shrink
 from recsys.inference.program import Program
