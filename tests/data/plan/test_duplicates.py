@@ -51,7 +51,7 @@ KEYS = st.tuples(
 FILES = st.lists(st.lists(st.lists(KEYS, max_size=7), min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(files=FILES, bits=st.sampled_from([0, 1, 3, 64]), held=st.sampled_from([1, 5, 1000]))
 def test_all_repeats_are_found(files, bits, held):
     schema = pa.schema({"user": pa.int64(), "text": pa.string(), "request_time": pa.int64()})
