@@ -172,7 +172,8 @@ def disassembled(cubin: Path) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    command = [tool, "--print-code", "--no-dataflow", cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def inner_loops(sass: str) -> list[list[str]]:
