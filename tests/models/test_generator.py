@@ -55,13 +55,18 @@ def pipeline(folder):
     return generator_pipeline(folder, CODES)
 
 
+def built(pipeline):
+    """The model, with weights that are not those of the start."""
+    torch.manual_seed(0)
+    model = build_model(pipeline).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
 @pytest.fixture
 def model(pipeline):
-    torch.manual_seed(0)
-    built = build_model(pipeline).eval()
-    for parameter in built.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return built
+    return built(pipeline)
 
 
 def test_rows_of_the_table_have_the_codes_of_their_items(pipeline, folder, model):
@@ -106,11 +111,7 @@ def add_ids(pipeline):
 def hybrid(pipeline):
     """Codes in parallel and ids, with weights that are not those of the start."""
     add_ids(pipeline)
-    torch.manual_seed(0)
-    built = build_model(pipeline).eval()
-    for parameter in built.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return built
+    return built(pipeline)
 
 
 def parts_of_hybrid(hybrid, states):
@@ -177,11 +178,7 @@ def read_codes(pipeline):
 def reading_codes(pipeline):
     """An encoder, with weights that are not those of the start."""
     read_codes(pipeline)
-    torch.manual_seed(0)
-    built = build_model(pipeline).eval()
-    for parameter in built.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return built
+    return built(pipeline)
 
 
 def test_an_encoder_predicts_every_event_from_those_before_it_alone(reading_codes, pipeline):
@@ -403,13 +400,14 @@ def test_the_recall_of_beams_is_their_share_of_the_exactly_best_items(model, pip
     assert counts == {names[0]: [hits, wanted], **dict.fromkeys(names[1:], [wanted, wanted])}
 
 
-def test_the_graph_of_a_beam_is_captured_with_every_size_dynamic(model, pipeline, folder):
+def test_the_graph_of_a_beam_is_captured_with_every_size_dynamic(pipeline, folder):
     """And finds what the model finds, in rows and histories of other numbers; none but listed items."""
+    pipeline.model.generator.mixer.hstu.num_layers = 1
     listed = range(100, 115)
     pq.write_table(pa.table({"item_id": listed}), folder / "stock.parquet")
     pipeline.model.generator.decoding.items = str(folder / "stock.parquet")
     numbers = mappings(pipeline)["item_id"].map(pa.array(listed)).tolist()
-    searching = with_beam(model, pipeline, 6)
+    searching = with_beam(built(pipeline), pipeline, 6)
     program = captured(searching, batch_of(pipeline, random_rows(pipeline, SIZES)))
     for sizes in (SIZES, [(6, 1)], [(1, 0), (0, 0), (5, 2)]):
         batch = batch_of(pipeline, random_rows(pipeline, sizes, seed=3))
@@ -433,6 +431,7 @@ def captured_pipeline(folder, kind):
     pipeline = generator_pipeline(folder, CODES)
     if kind == "hybrid":
         add_ids(pipeline)
+        pipeline.model.generator.mixer.hstu.num_layers = 1
     else:
         read_codes(pipeline)
         decoder = pipeline.model.generator.decoder
@@ -445,10 +444,7 @@ def captured_pipeline(folder, kind):
 @pytest.mark.parametrize("kind", CAPTURED)
 def test_the_graph_of_all_scores_is_captured_with_every_size_dynamic(folder, kind):
     pipeline = captured_pipeline(folder, kind)
-    torch.manual_seed(0)
-    model = build_model(pipeline).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
+    model = built(pipeline)
     program = captured(model, batch_of(pipeline, random_rows(pipeline, SIZES)))
     for sizes in (SIZES, [(6, 1)], [(1, 0), (0, 0), (5, 2)]):
         batch = batch_of(pipeline, random_rows(pipeline, sizes, seed=3))
