@@ -45,7 +45,7 @@ MIXERS = {
 
 
 MOST_KEPT = {"whole layers": 0.0, "only what goes on": 1.0}
-"""What a layer of HSTU computes when few of its tokens go on, by the value of `hstu.MOST_KEPT`."""
+"""Values of `hstu.MOST_KEPT` by what a layer of HSTU then computes when few of its tokens go on."""
 
 
 def build(kind: str, groups: str):

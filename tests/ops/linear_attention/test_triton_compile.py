@@ -1,6 +1,7 @@
 """The Triton kernels compiled for sm_90 without a GPU, as a forward and backward pass launches them: the
 interpreter accepts types that the compiler refuses."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -64,9 +65,10 @@ def check_spills(assembled_kernel, delta):
     ("dtype", "dim", "sizes"), [(torch.float32, 16, {"CHUNK": 16}), (torch.bfloat16, 64, {})], ids=str
 )
 def test_every_kernel_compiles(dtype, dim, sizes, tmp_path):
-    """Small blocks compile fast, and have the types of large ones; usual ones fit. Of each kernel the form that
-    has the most code, of scans that over whole samples and that within segments."""
-    launches = [launch for delta in (False, True) for launch in launches_of(dtype, dim, False, delta, **sizes)]
+    """Small blocks compile fast and have the types of large ones; usual ones fit. Each kernel has its form
+    with the most code, and a scan has one for whole samples and one for segments."""
+    forms = [launches_of(dtype, dim, False, delta, **sizes) for delta in (False, True)]
+    launches = itertools.chain.from_iterable(forms)
     last_of_each = {(kernel.__name__, rest[1].get("LOCAL")): (kernel, *rest) for kernel, *rest in launches}
     assert len(last_of_each) == 10
     for number, (name, compiled) in enumerate(compile_all(last_of_each.values(), tmp_path)):

@@ -188,7 +188,7 @@ class Case:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_get_the_bias_of_their_pair(kind):
-    """Every other block has its rows first: half of them with each kind, each of them with half of the kinds."""
+    """Half of the blocks have their rows first: each of them does with half of the kinds."""
     for number, block in enumerate(BLOCKS):
         rows_first = (number // 2 + KINDS.index(kind)) % 2 == 0
         case = Case(kind, block, (64, 40, 70, 5)[number % 4], rows_first)
