@@ -30,12 +30,12 @@ def build(pipeline):
     return model
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=FORMS, scope="module")
 def pipeline(request):
     return pipeline_of(*FORMS[request.param])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(pipeline):
     return build(pipeline)
 

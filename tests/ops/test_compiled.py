@@ -1,4 +1,4 @@
-"""The Triton kernels of all ops but attention, compiled for sm_90a and traced, without a GPU.
+"""The Triton kernels of all ops but those of attention, compiled for sm_90a and traced, without a GPU.
 
 They keep their numbers in registers, fit into shared memory, access memory in wide pieces and use the
 instructions that they are meant to. The usual shapes of each kernel; all of them with `--slow`.
@@ -131,38 +131,6 @@ def tokens(name) -> Case:
     return Case(getattr(layout_kernels, name), {}, {"DROPS": True, "LANES": 512})
 
 
-def linear_attention(kernel, dim, delta) -> Case:
-    """Tokens in bfloat16. Gradients of the delta rule spill."""
-    from recsys.ops.linear_attention import triton_kernels, triton_launch
-    from recsys.ops.linear_attention.chunks import chunk_table_of
-
-    q, layout = torch.empty(10, 4, dim, dtype=torch.bfloat16), SequenceLayout(torch.tensor([10]))
-    tensors = (q, q, q, q, torch.empty(10, 4) if delta else None, torch.empty(1, 4, dim, dim))
-    table = chunk_table_of(layout, triton_launch.CHUNK, 0)
-    problem = triton_launch.problem_of(tensors, table, 1.0, None, False)
-    strides, scan = {"STRIDE_V": 4 * dim, "HEAD_V": dim}, problem.scan_launch()
-    function, constants = {
-        "prepare": (triton_kernels.prepare_kernel, problem.chunk_constants(**triton_launch.PREPARE_LAUNCH)),
-        "states": (triton_kernels.states_kernel, problem.scan_constants(LOCAL=False, **strides, **scan)),
-        "local": (triton_kernels.states_kernel, problem.scan_constants(LOCAL=True, **strides, **scan)),
-        "out": (triton_kernels.out_kernel, problem.out_constants() | strides),
-        "state_gradients": (
-            triton_kernels.state_gradients_kernel,
-            problem.scan_constants(LOCAL=False, **scan),
-        ),
-        "value_gradients": (
-            triton_kernels.value_gradients_kernel,
-            problem.sizes() | problem.strides("V") | {"DELTA": delta} | triton_launch.VALUE_GRADIENTS_LAUNCH,
-        ),
-        "key_gradients": (triton_kernels.key_gradients_kernel, problem.key_gradients_constants()),
-    }[kernel]
-    wide = ("sums", "chunk_decays", "inverses", "starts", "final", "ends", "end_decays", "local")
-    wide += ("overlap_grads", "beta_grads")
-    types = dict.fromkeys((*wide, "grad_starts", "beta", "grad_decay", "grad_beta"), "*fp32")
-    types |= dict.fromkeys(("chunks", "segments", "segment_offsets"), "*i64") | {"scale": "fp32"}
-    return Case(function, types, constants, "*bf16", spills=1600 if delta else 300)
-
-
 def linear_logp(kernel, width, dtype, full) -> Case:
     """With everything optional (`full`), or with targets only, which is the loss over a catalogue."""
     from recsys.ops.linear_logp import triton as triton_ops
@@ -264,15 +232,6 @@ def product(*choices: Iterable[Any]) -> list[tuple]:
 GATE_SHAPES = [(256, 4), (64, 4), (1024, 1), (2048, 1), (4096, 1), (100, 4), (1, 16)]
 BOTH, KERNELS, KINDS = (True, False), ("forward_kernel", "backward_kernel"), ("*bf16", "*fp32")
 PIECES = [(512, False), (100, False), (1, False), (64, True), (1, True)]
-LINEAR = [
-    (kernel, dim, delta)
-    for kernel in ("prepare", "states", "local", "out", "state_gradients", "value_gradients", "key_gradients")
-    for dim, delta in product((64, 128), (False, True))
-    if not (kernel in ("local", "out") and delta)
-]
-LINEAR_USUAL = [(kernel, 64, True) for kernel in ("prepare", "states", "state_gradients")]
-LINEAR_USUAL += [(kernel, 64, False) for kernel in ("local", "out")]
-LINEAR_USUAL += [("value_gradients", 64, True), ("key_gradients", 64, True)]
 LOGP_KINDS = [(width, torch.bfloat16) for width in (64, 128, 256, 512)]
 LOGP_KINDS += [(width, torch.float32) for width in (64, 128)]
 LOGP = [
@@ -311,7 +270,6 @@ ITEMS += [(False, True, 128, 64), (False, False, 128, 64), (False, False, 192, 6
         [(512, 4, 1), (256, 2, 3), (768, 4, 2), (100, 4, 1), (1, 8, 4), (3, 1, 2)],
     )
     + cases(gather_sums, [(256, "*fp32"), (512, "*bf16")], [(1, "*fp32")])
-    + cases(linear_attention, LINEAR_USUAL, LINEAR)
     + cases(linear_logp, LOGP_USUAL, LOGP)
     + cases(top_k, TOP_K_USUAL, TOP_K)
     + cases(top_k_product, [(128,)], [(64,), (256,), (512,)])

@@ -124,9 +124,7 @@ def layer(
         grouped = token.place % mask.target_group_size if token.kind == "target" else token.place
         return start[token.kind] + grouped
 
-    def bias_at(query: Token, key: Token) -> Tensor | float:
-        if not config.HasField("bias"):
-            return 0.0
+    def bias_at(query: Token, key: Token) -> Tensor:
         positions = bias["position"]
         distance = min(max(index(query) - index(key), 0), positions.shape[-1] - 1)
         actual = positions[..., distance]
@@ -139,10 +137,13 @@ def layer(
     mixed = []
     for query, part in zip(tokens, parts, strict=True):
         attended = torch.zeros_like(part.v)
-        for key, seen in zip(tokens, parts, strict=True):
-            if sees(query, key, num_history, mask):
-                score = (part.q * seen.k).sum(1) / math.sqrt(config.qk_dim) + bias_at(query, key)
-                attended = attended + silu(score)[:, None] / scale_len * seen.v
+        seen = [pair for pair in zip(tokens, parts, strict=True) if sees(query, pair[0], num_history, mask)]
+        if seen:
+            keys, values = (torch.stack([getattr(of_key, name) for _, of_key in seen]) for name in "kv")
+            scores = (part.q * keys).sum(2) / math.sqrt(config.qk_dim)
+            if config.HasField("bias"):
+                scores = scores + torch.stack([bias_at(query, key) for key, _ in seen]).view(len(seen), -1)
+            attended = (silu(scores)[:, :, None] / scale_len * values).sum(0)
         mixed.append(
             query._replace(value=query.value + output(config, layer_weights, part.u, attended.flatten()))
         )

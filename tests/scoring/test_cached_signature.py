@@ -26,7 +26,14 @@ from recsys.scoring.signature import example_inputs, flatten, scoring_signature
 from tests.integration.parity import as_tuple
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
 from tests.scoring.test_prefill import GROWING, HYBRID, INTERLEAVED, PLACED
-from tests.scoring.test_signature import BF16, RANKER_SASREC, SIZES, TRUNCATED, TWO_CHANNELS
+from tests.scoring.test_signature import (
+    BF16,
+    RANKER_MMOE,
+    RANKER_SASREC,
+    SIZES,
+    TRUNCATED,
+    TWO_CHANNELS,
+)
 from tests.tools.packaged import assert_packaged
 
 BLIND = "mask { contextual_reads_history: false }"
@@ -47,7 +54,7 @@ MODELS = {
     "hybrid that grows": (RANKER, PLACED, EXPORTED_HYBRID),
     "channels that grow": (*GROWING["channels"], INTERLEAVED),
     "contextualized users, growing": GROWING["all encoders"],
-    "all encoders": (*RANKERS["all"], TWO_CHANNELS),
+    "all encoders": (*RANKERS["all"], TWO_CHANNELS, RANKER_MMOE),
     "channels": RANKERS["channels"],
     "interleaved channels": RANKERS["interleaved channels"],
 }

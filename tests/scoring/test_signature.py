@@ -75,9 +75,10 @@ MODELS = {
     "retriever linear": (RETRIEVER, RETRIEVER_LINEAR),
     "retriever hybrid": (RETRIEVER, RETRIEVER_HYBRID),
 }
-CAPTURED = ("ranker linear behind a truncation", "ranker bf16", "ranker all encoders", "retriever hybrid")
+CAPTURED = ("ranker linear behind a truncation", "ranker bf16", "retriever hybrid")
 """Models that are always captured, which takes seconds; each part of the others, which are captured with
-`--slow`, is in one of these, or in one that `test_cached_signature.py` captures."""
+`--slow`, is in one of these, or in one that `test_cached_signature.py` or, as a whole graph with kernels,
+`inference/test_triton_packages.py` captures."""
 
 EXAMPLE = [(3, 2), (0, 3), (5, 0), (1, 1)]
 SIZES = [

@@ -106,6 +106,7 @@ def compile_kernel(
     other: str = "*i64",
     boxes: dict[str, tuple[int, ...]] | None = None,
     capability: int = 90,
+    to_ptx: bool = True,
 ) -> Any:
     """Compiles a kernel for aligned tensors.
 
@@ -114,6 +115,7 @@ def compile_kernel(
             kernel is not specialised on them. Strides of type `i32` are multiples of 16.
         constants: compile-time ones; those that are options of the compiler among them.
         boxes: shapes of the blocks that descriptors of bfloat16 tensors show, for kernels in Gluon.
+        to_ptx: whether to go on behind the compiler's own language of layouts, which takes half of the time.
     """
     from triton.compiler import ASTSource
 
@@ -134,7 +136,7 @@ def compile_kernel(
         if signature[name].startswith("*") or (signature[name] == "i32" and name.startswith("stride")):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = source_of(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return compile_to_ptx(source, options, folder, capability)
+    return compile_to_ptx(source, options, folder, capability, to_ptx)
 
 
 def descriptor_type(dtype: str, shape: tuple[int, ...]) -> str:
@@ -146,7 +148,9 @@ def descriptor_type(dtype: str, shape: tuple[int, ...]) -> str:
     return f"tensordesc<{dtype}[{','.join(map(str, shape))}],{layout!r}>"
 
 
-def compile_to_ptx(source: Any, options: dict[str, Any], folder: Path, capability: int = 90) -> Any:
+def compile_to_ptx(
+    source: Any, options: dict[str, Any], folder: Path, capability: int = 90, to_ptx: bool = True
+) -> Any:
     """Triton's compiled kernel without machine code: the assembler takes longest, and `assembled` runs it."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
@@ -154,8 +158,16 @@ def compile_to_ptx(source: Any, options: dict[str, Any], folder: Path, capabilit
 
     environment.prefer_packaged_ptxas()
     fresh_cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
-    with fresh_cache, mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""):
+    left_out = {"make_cubin": lambda *_: b""}
+    if not to_ptx:
+        left_out |= {"make_llir": _nothing, "make_ptx": _nothing}
+    with fresh_cache, mock.patch.multiple(CUDABackend, **left_out):
         return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _nothing(backend: Any, source: Any, metadata: dict[str, Any], *_: Any) -> str:
+    metadata |= {"name": "nothing", "shared": 0}
+    return ""
 
 
 def assembled(compiled: Any, folder: Path, target: str = "sm_90a") -> Assembled:
@@ -172,7 +184,8 @@ def disassembled(cubin: Path) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    command = [tool, "--print-code", "--no-dataflow", cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def inner_loops(sass: str) -> list[list[str]]:

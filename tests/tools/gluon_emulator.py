@@ -8,6 +8,7 @@ Parameters and inline assembly that the stand-ins do not know are errors. Only w
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -68,7 +69,8 @@ def as_python(
         scope: dict[str, Any] = {}
         code = codes.get(function, function.__code__)
         done[function] = FunctionType(code, scope, function.__name__, function.__defaults__)
-        for name, value in function.__globals__.items():
+        for name in _names_in(code) & function.__globals__.keys():
+            value = function.__globals__[name]
             if name in replaced:
                 scope[name] = replaced[name]
             elif isinstance(value, triton.JITFunction | InterpretedFunction):
@@ -78,6 +80,13 @@ def as_python(
             else:
                 scope[name] = value
     return done[function]
+
+
+@functools.cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    """The names that code and the functions within it read: a module of kernels has hundreds of others."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def stand_ins(machine: Machine) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def test_bfloat16_is_as_far_off_as_without_a_cache(mixer):
     assert (actual - exact).norm() <= allowed
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize("size", [1, 3])
 def test_targets_in_slices(mixer, size):
     # A group is never cut: those of 2 and 3 targets end together after 6.
     size = 6 * size if mixer.target_group_size > 1 else size

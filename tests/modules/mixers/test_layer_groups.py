@@ -44,11 +44,8 @@ MIXERS = {
 }
 
 
-@pytest.fixture(autouse=True, params=["whole layers", "only what goes on"])
-def before_a_truncation(request, monkeypatch):
-    """The output of a layer when few of its tokens go on."""
-    monkeypatch.setattr(hstu, "MOST_KEPT", 0.0 if request.param == "whole layers" else 1.0)
-    return request.param
+MOST_KEPT = {"whole layers": 0.0, "only what goes on": 1.0}
+"""Values of `hstu.MOST_KEPT` by what a layer of HSTU then computes when few of its tokens go on."""
 
 
 def build(kind: str, groups: str):
@@ -79,8 +76,7 @@ class Dense(NamedTuple):
 
     def mask(self, mask) -> torch.Tensor:
         length = self.shape.length
-        sees = [[oracle.sees(self.shape, i, j, mask) for j in range(length)] for i in range(length)]
-        return torch.tensor(sees, dtype=torch.bool).view(length, length)
+        return torch.tensor(oracle.table(self.shape, mask), dtype=torch.bool).view(length, length)
 
 
 class RuleOfMask(NamedTuple):
@@ -131,6 +127,17 @@ def tails_behind(groups: str) -> list[int | None]:
     return results
 
 
+def dense_bias(tables, sample: Dense, group_size: int) -> torch.Tensor:
+    """The bias of each pair of tokens: what the oracle finds in the tables for it."""
+    length = sample.shape.length
+    places = [oracle.place(sample.shape, token, group_size) for token in range(length)]
+    pairs = list(itertools.product(range(length), repeat=2))
+    distances = [max(0, min(places[i] - places[j], len(tables.position) - 1)) for i, j in pairs]
+    ends, starts = sample.next_timestamps.tolist(), sample.timestamps.tolist()
+    buckets = [oracle.bucket(ends[i] - starts[j], len(tables.time)) for i, j in pairs]
+    return (tables.position[distances] + tables.time[buckets]).view(length, length)
+
+
 def dense_hstu(mixer, sample: Dense, groups: str) -> Dense:
     heads, key, value, scale_len = 2, 4, 3, 3.0
 
@@ -139,16 +146,9 @@ def dense_hstu(mixer, sample: Dense, groups: str) -> Dense:
         normed = F.layer_norm(sample.x, [WIDTH], weights.input_norm.weight, weights.input_norm.bias, 1e-6)
         joined = normed @ weights.uvqk.weight.T + weights.uvqk.bias
         u, v, q, k = joined.split([heads * value, heads * value, heads * key, heads * key], dim=1)
-        length = sample.shape.length
-        sees, attended = sample.mask(mask), []
+        sees, bias, attended = sample.mask(mask), dense_bias(tables, sample, mask.target_group_size), []
         for head in range(heads):
             q_head, k_head = (part[:, head * key : (head + 1) * key] for part in (q, k))
-            bias = torch.zeros(length, length, dtype=torch.float64)
-            for i, j in itertools.product(range(length), repeat=2):
-                places = [oracle.place(sample.shape, at, mask.target_group_size) for at in (i, j)]
-                elapsed = int(sample.next_timestamps[i]) - int(sample.timestamps[j])
-                distance = max(0, min(places[0] - places[1], len(tables.position) - 1))
-                bias[i, j] = tables.position[distance] + tables.time[oracle.bucket(elapsed, len(tables.time))]
             scores = q_head @ k_head.T / key**0.5 + bias
             attended.append(F.silu(scores) * sees / scale_len @ v[:, head * value : (head + 1) * value])
         a = torch.cat(attended, dim=1)
@@ -179,10 +179,16 @@ WITH_GROUPS = [
 ]
 
 
-@pytest.fixture(params=WITH_GROUPS)
-def kind(request):
-    assert request.param in DENSE, f"write a dense {request.param}"
-    return request.param
+@pytest.fixture(
+    params=[(name, way) for name in WITH_GROUPS for way in (MOST_KEPT if name == "hstu" else [""])], ids=str
+)
+def kind(request, monkeypatch):
+    """A mixer, and how its layers compute, if there are several ways."""
+    name, way = request.param
+    assert name in DENSE, f"write a dense {name}"
+    if way:
+        monkeypatch.setattr(hstu, "MOST_KEPT", MOST_KEPT[way])
+    return name
 
 
 @pytest.mark.parametrize("contextual", [0, 3])
@@ -206,8 +212,10 @@ def test_equals_a_dense_model_of_each_sample(kind, groups, contextual):
     torch.testing.assert_close(mixed.targets(), torch.cat(targets))
 
 
+@pytest.mark.parametrize("way", MOST_KEPT)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_gradients_are_those_of_the_dense_model(groups):
+def test_gradients_are_those_of_the_dense_model(groups, way, monkeypatch):
+    monkeypatch.setattr(hstu, "MOST_KEPT", MOST_KEPT[way])
     mixer, sequence = build("hstu", GROUPS[groups]), random_sequence(SHAPES, contextual=1)
     values = sequence.values.requires_grad_()
     expected = torch.cat(
@@ -370,12 +378,8 @@ def graph_inputs(shapes, seed):
     return (values, layout.lengths, layout.num_targets, *times(layout.total_len, seed), *sizes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "before_a_truncation"),
-    [("hstu", "whole layers"), ("sasrec", "only what goes on")],
-    indirect=True,
-)
-def test_an_exported_graph_serves_all_sizes(kind, before_a_truncation):
+@pytest.mark.parametrize("kind", ["hstu", pytest.param("sasrec", marks=pytest.mark.slow)])
+def test_an_exported_graph_serves_all_sizes(kind):
     """Captured with gradients; `scoring/test_signature.py` captures such stacks without.
 
     Tokens are left out in front of the first layer and behind it.

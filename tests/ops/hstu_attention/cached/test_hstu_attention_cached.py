@@ -73,8 +73,9 @@ def library(device):
     """D != V, a strided input, with a bias and without."""
     from recsys.ops.hstu_attention.cached import triton as triton_ops
 
-    for batch, biased in ((samples(1, SHAPES), True), (samples(1, [(0, 0)]), False)):
-        parts, total = cut(batch, RAGGED[: len(batch)]), sum(sample.length for sample in batch)
+    for shapes, biased in (([(5, 2), (0, 0), (2, 0)], True), ([(0, 0)], False)):
+        batch = samples(1, shapes)
+        parts, total = cut(batch, [3, 0, 1][: len(batch)]), sum(sample.length for sample in batch)
         tensors = [t.detach().float() for t in qkv(total, dim=3, v_dim=5)]
         q, k, v, layout, cache_k, cache_v, old = parts.arguments(*tensors)
         bias, more, last = parts.bias(relative_bias(total, rows=2)), (None,) * 4, None
