@@ -1,7 +1,7 @@
 """All combinations of a ranker's parts against one brute-force model written from the specification.
 
-The default suite runs a part of the product in which any three values come together, of caches that grow one
-in which any two do, and `--slow` all of it.
+The default suite runs a part of the product in which any three values come together, and `--slow` all of it.
+Caches that grow are tried on a part in which any two do.
 """
 
 import re
