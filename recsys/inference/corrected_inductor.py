@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,6 +13,8 @@ from torch._inductor import cpp_builder, cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, Grid2DWithYZOverflow
 from torch.utils import cpp_extension
+
+from recsys.ops.runtime.embedding import replaced
 
 HEADER = "torch/csrc/inductor/aoti_runtime/model_base.h"
 """The header, part of each package's code, with PyTorch's only use of std::regex there."""
@@ -45,22 +46,12 @@ def corrected_inductor() -> Iterator[None]:
     """Changes how Inductor compiles during the block; nothing of a package's results depends on it."""
     with ExitStack() as stack:
         if platform.machine() in ("x86_64", "AMD64"):
-            stack.enter_context(_replaced(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
-        stack.enter_context(_replaced(CachingAutotuner, "run", _run_if_tuned))
-        stack.enter_context(_replaced(Grid2DWithYZOverflow, "generate", _generate_guarded))
+            stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
+        stack.enter_context(replaced(CachingAutotuner, "run", _run_if_tuned))
+        stack.enter_context(replaced(Grid2DWithYZOverflow, "generate", _generate_guarded))
         if (folder := _changed_headers()) is not None:
-            stack.enter_context(_replaced(cpp_builder, "_get_torch_related_args", _searching(folder)))
+            stack.enter_context(replaced(cpp_builder, "_get_torch_related_args", _searching(folder)))
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _instruction_sets() -> list[cpu_vec_isa.VecISA]:
@@ -100,7 +91,7 @@ def _generate_guarded(self: Any, *args: Any, **kwargs: Any) -> None:
 def without_regex(header: str) -> str | None:
     """Returns the text of `HEADER` with a parser of device names by hand; None if it is not as expected.
 
-    A third of the code that g++ compiles for the smallest package is that of std::regex, 5 s of CPU time.
+    A third of the code that g++ compiles for the smallest package is that of std::regex, 4 s of CPU time.
     """
     for text, replacement in WITHOUT_REGEX:
         if text not in header:
@@ -127,9 +118,13 @@ def _written(text: str) -> Path:
     path = folder / HEADER
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
+        # Another export may write or read it at the same time.
+        aside = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
     return folder
 
 

@@ -87,9 +87,9 @@ def embedding() -> Iterator[Embedded]:
             from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
             from torch._inductor.runtime import triton_heuristics
 
-            stack.enter_context(_replaced(triton_heuristics, "ASTSource", _source_of(block)))
+            stack.enter_context(replaced(triton_heuristics, "ASTSource", _source_of(block)))
             scratch = _scratch_of_all_programs(CUDADeviceOpOverrides.cpp_scratch)
-            stack.enter_context(_replaced(CUDADeviceOpOverrides, "cpp_scratch", scratch))
+            stack.enter_context(replaced(CUDADeviceOpOverrides, "cpp_scratch", scratch))
         stack.callback(_BLOCKS.remove, block)
         _BLOCKS.append(block)
         yield block
@@ -130,7 +130,8 @@ def _scratch_of_all_programs(allocation: Callable[..., Any]) -> Callable[..., An
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute of a library another value during the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
