@@ -55,6 +55,10 @@ def compile_all(launches, folder):
         yield kernel.__name__, compile_kernel(kernel, types, constants, place)
 
 
+SPILLING = ("prepare_kernel", "key_gradients_kernel")
+"""Kernels that spill with the delta rule and heads of 64."""
+
+
 def check_spills(assembled_kernel, delta):
     """Gradients of the delta rule spill: a chunk's, of 64 tokens in bfloat16."""
     assert assembled_kernel.spills <= (1600 if delta else 300), assembled_kernel.report
@@ -74,7 +78,7 @@ def test_every_kernel_compiles(dtype, dim, sizes, tmp_path):
     for number, (name, compiled) in enumerate(compile_all(last_of_each.values(), tmp_path)):
         assert compiled.metadata.shared <= SHARED_MEMORY, name
         if not sizes:
-            check_spills(assembled(compiled, tmp_path / str(number)), delta=True)
+            check_spills(assembled(compiled, tmp_path / str(number)), delta=name in SPILLING)
 
 
 FORMS = [(per_head, delta) for per_head in (False, True) for delta in (False, True)]
