@@ -1,11 +1,13 @@
 """Times the evaluations of a config during training, as `recsys train` makes them, beside its training.
 
-    python evaluation.py CONFIG [--steps 40] [--every N] [--pause 2] [--set PATH=VALUE ...]
+    python evaluation.py CONFIG [--eager] [--steps 40] [--every N] [--pause 2] [--set PATH=VALUE ...]
 
-After some training steps, the validation split is evaluated four times: the first compiles kernels, the next two are
-timed, and the last runs under torch's profiler. A pause of some seconds before each stands for training, in which
-readers prepare the next evaluation. Prints milliseconds of an evaluation: by the clock, computing time of
-the main thread, waiting for its reader, and kernels. What recording could save at most is the computing time. With
+After some training steps, the validation split is evaluated five times: the first compiles kernels, in it and in the
+second sizes are recorded, the next two are timed, and the last runs under torch's profiler. A pause of some seconds
+before each stands for training, in which readers prepare the next evaluation. Prints milliseconds of an evaluation:
+by the clock, computing time of the main thread, waiting for its reader, and kernels; the milliseconds of the first two
+by the clock; the number of recorded sizes; and the metrics, which those with `--eager`, that is without graphs, should
+equal. What recording could save at most is the computing time. With
 `--every`, the number of steps between two evaluations, also the part of training that this is.
 """
 
@@ -13,6 +15,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.autograd import DeviceType
@@ -26,6 +29,8 @@ from recsys.training.session import open_session
 
 FOR_TIMING = ["train.log_every_steps=100000", "train.checkpoint.every_steps=100000"]
 TIMED = 2
+EAGER = SimpleNamespace(failed=True)
+"""Stands in for a recorder whose recording has failed."""
 
 
 class Waiting:
@@ -60,6 +65,7 @@ class Stamps(trainer.Hook):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config")
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int)
     parser.add_argument("--pause", type=float, default=2.0)
@@ -74,12 +80,18 @@ def main():
         stamps = Stamps()
         trainer.Trainer(session, [stamps]).run()
 
+        recorder = EAGER if flags.eager else session.evaluation_recorder
+
         def once():
-            evaluate(session.model, loader, session.processes.device)
+            began = time.perf_counter()
+            metrics = evaluate(session.model, loader, session.processes.device, recorder=recorder)
             if cuda:
                 torch.cuda.synchronize()
+            return 1e3 * (time.perf_counter() - began), metrics
 
-        once()
+        first, metrics = once()
+        time.sleep(flags.pause)
+        second, _ = once()
         loader.seconds, loader.batches, clock, computing = 0.0, 0, 0.0, 0.0
         for _ in range(TIMED):
             time.sleep(flags.pause)
@@ -91,8 +103,10 @@ def main():
         clock, computing, waiting = (1e3 * seconds / TIMED for seconds in (clock, computing, waiting))
         print(
             f"{flags.config} {' '.join(flags.set)}: {clock:.0f} ms an evaluation of {batches} batches, {computing:.0f} computing, "
-            f"{waiting:.0f} waiting for the reader, {1e3 * kernels:.0f} of kernels"
+            f"{waiting:.0f} waiting for the reader, {1e3 * kernels:.0f} of kernels; {first:.0f} and {second:.0f} ms the first two, "
+            f"{getattr(recorder, 'num_graphs', 0)} sizes recorded"
         )
+        print({name: round(value, 6) for name, value in metrics.items()})
         if flags.every:
             step = (stamps.stamps[-1] - stamps.stamps[-11]) / 10 * 1e3
             part = clock / (clock + flags.every * step)

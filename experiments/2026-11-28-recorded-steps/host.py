@@ -46,7 +46,8 @@ class IdleGraph(StepGraph):
         self._vectors, self._parameters = list(vectors), list(parameters)
         self._num_vectors = len(vectors)  # the name before `_vectors`
         self._forward = self._backward = self._update = idle
-        self._totals = replace(totals, losses=totals.losses.detach(), loss=totals.loss.detach())
+        self._result = replace(totals, losses=totals.losses.detach(), loss=totals.loss.detach())
+        self._totals = self._result  # the name before `_result`
         self._grad_loss = torch.ones_like(totals.loss)
         inputs = [*vectors, *parameters]
         self._gradients = torch.autograd.grad(totals.loss, inputs, allow_unused=True)

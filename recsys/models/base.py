@@ -176,6 +176,11 @@ class Model(nn.Module):
         add_rows(metrics, self.metric_rows(outputs, batch))
 
     @property
+    def evaluation_waits(self) -> bool:
+        """Whether evaluation reads numbers on the device, so that it cannot be recorded in a CUDA graph."""
+        return False
+
+    @property
     def probabilities(self) -> tuple[str, ...]:
         """The keys of `metric_rows` whose first two columns are probabilities and labels of 0 or 1."""
         return ()

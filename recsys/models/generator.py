@@ -185,6 +185,12 @@ class CodeGenerator(NextItemModel):
         is_hit = hit.any(1) & (targets > 0) & ~batch.repeated
         return torch.where(is_hit, 1 + hit.int().argmax(1), len(self.codes))
 
+    @property
+    def evaluation_waits(self) -> bool:
+        """True with an encoder, and for exact ranks by the codes of a decoder."""
+        writes = isinstance(self.decode, SequentialItems) and self.beam_size is None
+        return self.encode is not None or writes
+
     def exact_recall(self, batch: Batch) -> dict[str, Tensor]:
         """Counts the best `predict.top_k` items that beams of several widths find; see `beam_recall`."""
         with self.autocast():

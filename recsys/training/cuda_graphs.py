@@ -1,4 +1,4 @@
-"""CUDA graphs of one training step: forward, backward, and the update of the weights.
+"""CUDA graphs of a forward pass, and of one training step: forward, backward, and the update of the weights.
 
 Autograd sees a replay as one node. Its backward hands the gradients of parameters over as they lie in the
 graph's memory, without a node for each parameter.
@@ -6,7 +6,8 @@ graph's memory, without a node for each parameter.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,57 @@ from recsys.training.totals import Totals
 WARM_UPS = 3
 """Runs before a recording, in which libraries choose algorithms and allocate what they keep."""
 
+Result = TypeVar("Result")
 
-class StepGraph:
+
+class GraphMemory:
+    """Memory that graphs share: at no time are two of them at work, or between forward and backward."""
+
+    @cached_property
+    def pool(self) -> Any:
+        """The pool that graphs are recorded with."""
+        return torch.cuda.graph_pool_handle()
+
+
+class ForwardGraph(Generic[Result]):
+    """The recorded forward pass for inputs of one size.
+
+    Args:
+        compute: computes the result from buffers that stay where they are. It has run before, so that
+            libraries have chosen algorithms and allocated what they keep.
+        vectors: buffers among these inputs; a replay copies vectors to their front.
+        pool: memory that graphs share, see `GraphMemory`.
+
+    Raises:
+        RuntimeError: the forward pass does what cannot be recorded.
+    """
+
+    def __init__(self, compute: Callable[[], Result], vectors: Sequence[Tensor], pool: Any) -> None:
+        self._vectors, self._pool, self._forward = list(vectors), pool, torch.cuda.CUDAGraph()
+        with recording(self._forward, pool):
+            self._result = compute()
+
+    def __call__(self, *vectors: Tensor) -> Result:
+        """Replays the forward pass with looked-up vectors, for each buffer [n, width].
+
+        Returns:
+            The result, in memory that the next replay overwrites.
+        """
+        self._replay_forward(vectors)
+        return self._result
+
+    def _replay_forward(self, vectors: Sequence[Tensor]) -> None:
+        for buffer, rows in zip(self._vectors, vectors, strict=True):
+            buffer[: len(rows)].copy_(rows)
+        self._forward.replay()
+
+
+class StepGraph(ForwardGraph[Totals]):
     """The recorded forward and backward pass for inputs of one size.
 
     Args:
-        compute: computes the totals, with their loss, from buffers that stay where they are.
-        vectors: buffers among these inputs that need gradients; a step copies vectors to their front.
+        compute, vectors, pool: as for `ForwardGraph`, with the loss of the totals; the vectors get gradients.
         parameters: the parameters that `compute` uses.
-        pool: memory that graphs share: never are two of them between forward and backward.
 
     Raises:
         RuntimeError: the step does what cannot be recorded.
@@ -41,11 +84,10 @@ class StepGraph:
     ) -> None:
         inputs = [*vectors, *parameters]
         _warm_up(compute, inputs)
-        self._vectors, self._parameters, self._pool = list(vectors), list(parameters), pool
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with recording(self._forward, pool):
-            totals = compute()
-        self._totals = replace(totals, losses=totals.losses.detach(), loss=totals.loss.detach())
+        super().__init__(compute, vectors, pool)
+        self._parameters, self._backward = list(parameters), torch.cuda.CUDAGraph()
+        totals = self._result
+        self._result = replace(totals, losses=totals.losses.detach(), loss=totals.loss.detach())
         self._grad_loss = torch.empty_like(totals.loss)
         with recording(self._backward, pool):
             self._gradients = torch.autograd.grad(totals.loss, inputs, self._grad_loss, allow_unused=True)
@@ -61,7 +103,7 @@ class StepGraph:
             The totals, in memory that the next replay overwrites. The backward pass of their loss is a
             replay, too, and overwrites the gradients of the parameters.
         """
-        return replace(self._totals, loss=_Replay.apply(self, self._anchor, *vectors))
+        return replace(self._result, loss=_Replay.apply(self, self._anchor, *vectors))
 
     @property
     def updates(self) -> bool:
@@ -101,10 +143,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: StepGraph, anchor: Tensor, *vectors: Tensor) -> Tensor:
         ctx.graph, ctx.counts = graph, list(map(len, vectors))
-        for buffer, rows in zip(graph._vectors, vectors, strict=True):
-            buffer[: len(rows)].copy_(rows)
-        graph._forward.replay()
-        return graph._totals.loss.detach()
+        graph._replay_forward(vectors)
+        return graph._result.loss.detach()
 
     @staticmethod
     @once_differentiable

@@ -24,6 +24,7 @@ from recsys.scoring.scorer import EagerModel, Scorer
 from recsys.training.diagnostics import Diagnostics
 from recsys.training.distributed import gather
 from recsys.training.local_lookup import kernels_of
+from recsys.training.recorded_evaluation import BatchResults, EvaluationRecorder, evaluation_recorder_for
 from recsys.training.state import Best, capture_rng, restore_rng
 
 LOSS = "loss"
@@ -58,13 +59,16 @@ def evaluate(
     device: torch.device,
     max_batches: int | None = None,
     diagnostics: Diagnostics | None = None,
+    recorder: EvaluationRecorder | None = None,
 ) -> dict[str, float]:
     """Computes metrics and losses of `model` on the batches of `loader`. Collective.
 
     Args:
         model: the model as built, or with its tables sharded in place.
         max_batches: the most batches that each rank reads; None reads all.
-        diagnostics: diagnoses the same batches; the caller reads its results afterwards.
+        diagnostics: diagnoses the same batches; the caller reads its results afterwards. Nothing is recorded
+            then.
+        recorder: replays graphs of earlier evaluations of the model; None begins anew, where it can.
 
     Returns:
         The model's metrics by name, `loss` and, if there are several tasks, `loss/<task>`; NaN where
@@ -77,15 +81,21 @@ def evaluate(
         # sharded tables do not allow, and diagnostics need each row in one call.
         alone = not (dist.is_initialized() and dist.get_world_size() > 1)
         scorer = Scorer(EagerModel(model, may_cache=alone and diagnostics is None), model.pipeline)
+        if diagnostics is None and recorder is None:
+            world_size = 1 if alone else dist.get_world_size()
+            recorder = evaluation_recorder_for(model, model.pipeline, device, world_size)
         for batch in loader.first(max_batches):
-            batch = batch.to(device)
-            with diagnostics.watching(batch) if diagnostics else nullcontext():
-                outputs = scorer.score(batch)
-            rows = model.metric_rows(outputs, batch)
-            add_rows(metrics, rows)
-            if diagnostics:
-                diagnostics.update(rows, batch)
-            totals = _add(totals, model.objective(outputs, batch))
+            if diagnostics is None and recorder is not None and not recorder.failed:
+                results = recorder.results(batch)
+            else:
+                batch = batch.to(device)
+                with diagnostics.watching(batch) if diagnostics else nullcontext():
+                    outputs = scorer.score(batch)
+                results = BatchResults.of(model, outputs, batch)
+                if diagnostics:
+                    diagnostics.update(results.rows, batch)
+            add_rows(metrics, results.rows)
+            totals = _add(totals, results.losses)
         return compute_all(metrics) | _mean_losses(totals)
 
 

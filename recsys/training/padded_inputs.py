@@ -22,7 +22,7 @@ from recsys.data.batch import Batch, LayoutRule
 from recsys.ops import SequenceLayout, offsets_from_lengths
 from recsys.scoring.static_buffers import StaticBuffers
 
-ROWS, EVENTS, CANDIDATES = "rows", "events", "candidates"
+ROWS, EVENTS, CANDIDATES, SEEN = "rows", "events", "candidates", "seen"
 """Names of the counts that most tensors of a batch have as their length."""
 
 _SIDES = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
@@ -35,6 +35,8 @@ dict."""
 
 _BY_ROW = ("request_time", "sample_weight", "group", "uih_lengths", "num_candidates")
 _BY_EVENT = ("uih_timestamps", "uih_actions", "uih_watch_time")
+_SEEN_LENGTHS = ("seen_lengths", None)
+"""The lengths of `Batch.seen_layout`, by their name in the reader's arrays."""
 
 _Name = tuple[str, str | None]
 
@@ -47,13 +49,14 @@ class Sizes:
         num_rows: rows of the batch. num_fillers: rows behind them.
         counts: by name, the length of tensors: ROWS, EVENTS, CANDIDATES, and the columns with a number of ids
             of their own. Sorted by name.
-        max_len: bound on the tokens of a row.
+        max_len: bound on the tokens of a row. max_seen: bound on its seen items.
     """
 
     num_rows: int
     num_fillers: int
     counts: tuple[tuple[str, int], ...]
     max_len: int
+    max_seen: int = 0
 
 
 class Columns:
@@ -62,6 +65,7 @@ class Columns:
     Args:
         pipeline: resolved.
         rule: how rows become sequences.
+        evaluates: whether batches have seen items, which only evaluation reads.
 
     Attributes:
         ids: by column, the name of the count of its ids.
@@ -69,10 +73,10 @@ class Columns:
         fixed: names of the counts that are the same in every batch and have no fillers.
     """
 
-    def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule) -> None:
+    def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, *, evaluates: bool = False) -> None:
         shared = features.shared_columns(pipeline)
         columns = [*features.columns(pipeline), *features.columns(pipeline, pb.ITEM)]
-        self.rule = rule
+        self.rule, self.evaluates = rule, evaluates
         self.entries = {c.name: _SIDES.get(c.side, c.name) for c in columns} | {name: name for name in shared}
         multi_valued = {c.name for c in columns if c.multi_valued}
         self.ids = {
@@ -101,7 +105,14 @@ class Columns:
         for name, entries in (batch.value_counts | batch.numbers).items():
             if name in self.fixed:
                 counts[name] = entries.shape[0]
-        return Sizes(rows, fillers, tuple(sorted(counts.items())), max_len)
+        seen, max_seen = batch.seen_layout, 0
+        counts |= {SEEN: 0} if self.evaluates else {}
+        if self.evaluates and seen.total_len:
+            counts[SEEN] = _rounded(seen.total_len)
+            # The lengths of whole histories differ much: powers of four are few.
+            bits = (max(seen.max_len, -(-_step(seen.total_len) // fillers)) - 1).bit_length()
+            max_seen = 1 << bits + bits % 2
+        return Sizes(rows, fillers, tuple(sorted(counts.items())), max_len, max_seen)
 
 
 class PaddedInputs:
@@ -139,7 +150,7 @@ class PaddedInputs:
         self._lookup_order = [place for group in self._groups for place in group]
         forms = {}
         for name, count in _counts_by_name(columns, batch).items():
-            tensor = _of(batch, name)
+            tensor = batch.seen_layout.lengths if name == _SEEN_LENGTHS else _of(batch, name)
             forms[name] = ((self._counts[count], *tensor.shape[1:]), tensor.dtype)
         self._names = list(forms)
         self._buffers = StaticBuffers(forms | self._forms_of_ids(batch), device)
@@ -233,6 +244,12 @@ class PaddedInputs:
                 tensors[field][key] = self._with_rest(key, tensor) if field == "value_counts" else tensor
         tensors["uih_lengths"] = self._padded(tensors["uih_lengths"], EVENTS)
         tensors["num_candidates"] = self._padded(tensors["num_candidates"], CANDIDATES)
+        if self._columns.evaluates:
+            seen, total, longest = tensors.pop("seen_lengths"), self._counts[SEEN], self._sizes.max_seen
+            lengths = self._padded(seen, SEEN)
+            tensors["seen_layout"] = SequenceLayout.trusted(
+                lengths, offsets_from_lengths(lengths), torch.zeros_like(lengths), 0, total, longest, 0
+            )
         layout = self._layout(tensors["uih_lengths"], tensors["num_candidates"])
         return Batch(layout=layout, ids=self._ids(), **tensors)
 
@@ -347,6 +364,8 @@ def _counts_by_name(columns: Columns, batch: Batch) -> dict[_Name, str]:
     counts |= {(name, None): EVENTS for name in _BY_EVENT}
     counts |= {("labels", task): CANDIDATES for task in batch.labels}
     counts["candidate_timestamps", None] = CANDIDATES
+    if columns.evaluates:
+        counts |= {("seen", None): SEEN, _SEEN_LENGTHS: ROWS, ("repeated", None): CANDIDATES}
     for field in ("value_counts", "numbers"):
         counts |= {(field, name): columns.entries[name] for name in getattr(batch, field)}
     return counts | {("weights", name): _SIDES[features.side_of(name)] for name in batch.weights}

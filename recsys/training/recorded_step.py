@@ -12,19 +12,21 @@ run computes what the run without a break computes.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config import features
-from recsys.data.batch import Batch, LayoutRule
+from recsys.data.batch import Batch
 from recsys.models.base import Model, layout_rule
 from recsys.modules.embedding import LookedUp, vectors_of
-from recsys.training.cuda_graphs import StepGraph
+from recsys.training.cuda_graphs import ForwardGraph, GraphMemory, StepGraph
 from recsys.training.padded_inputs import Columns, PaddedInputs, Sizes
 from recsys.training.totals import Totals, WeightedLoss, add_up
 
@@ -37,6 +39,9 @@ MOST_GRAPHS = 64
 """Sizes beyond this number are not recorded. Graphs share their memory, except for their inputs."""
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Graph = TypeVar("Graph", bound=ForwardGraph[Any])
 
 
 class TotalsOfVectors(nn.Module):
@@ -88,48 +93,70 @@ class HostBatch(Batch):
         """Does nothing: no stream uses host memory."""
 
 
-class Recorder:
-    """Records the graphs of a training run, and replays them.
+class BatchRecorder(ABC, Generic[Result, Graph]):
+    """Computes results of batches in padded inputs; records graphs of that, and replays them.
 
     A size is recorded when it occurs for the second time. If recording fails, the run continues without. A
     batch above `MOST_ENTRIES` is computed as it is: `data.max_candidates`, for example, may be absent.
 
     Args:
         model: the model, on its device.
-        behind: the part of the step behind the lookup of embeddings.
         pipeline: the resolved config.
         record: False computes with padded inputs and records nothing, as a CPU must.
+        memory: the memory of graphs; None for new memory.
 
     Attributes:
         record: whether further sizes will be recorded.
+        failed: whether a recording has failed.
         looks_up: whether the lookup of embeddings is recorded, too: no table is sharded.
+        memory: the memory of graphs.
     """
 
+    subject, evaluates = "steps are", False
+    """The subject of messages in logs, and whether batches are read for evaluation."""
+
     def __init__(
-        self, model: Model, behind: TotalsOfVectors, pipeline: pb.Pipeline, *, record: bool = True
+        self, model: Model, pipeline: pb.Pipeline, *, record: bool = True, memory: GraphMemory | None = None
     ) -> None:
-        self._model, self._behind, self._weigh = model, behind, WeightedLoss()
+        self._model = model
         self._device = next(model.parameters()).device
-        self._columns = Columns(pipeline, layout_rule(pipeline))
+        self._columns = Columns(pipeline, layout_rule(pipeline), evaluates=self.evaluates)
         self._width = pipeline.model.embedding_dim
         self._inputs: dict[Sizes, PaddedInputs] = {}
-        self._graphs: dict[Sizes, StepGraph] = {}
-        self._replayed: StepGraph | None = None
-        self.record = record
-        sharded = [table.sharded for table in features.tables(pipeline)]
-        self.looks_up = not any(sharded)
-        # Gradients of replicated tables that are looked up outside of a graph lie elsewhere in every step.
-        self._records_updates = self.looks_up or all(sharded)
+        self._graphs: dict[Sizes, Graph] = {}
+        self._replayed: Graph | None = None
+        self.record, self.failed = record, False
+        self.looks_up = not any(table.sharded for table in features.tables(pipeline))
         self._groups = [] if self.looks_up else model.embed.groups()
-        self._pool: tuple[int, int] | None = None
+        self.memory = memory or GraphMemory()
 
     @property
     def num_graphs(self) -> int:
         """The number of sizes that have been recorded."""
         return len(self._graphs)
 
-    def totals(self, batch: Batch) -> Totals:
-        """Returns the totals of a batch on the host, with a loss whose gradients reach all weights."""
+    @abstractmethod
+    def _compute(self, vectors: dict[str, Tensor], batch: Batch) -> Result:
+        """Returns the result of a batch on the device; without vectors, it looks them up."""
+
+    @abstractmethod
+    def _record(self, compute: Callable[[], Result], rows: Sequence[Tensor]) -> Graph:
+        """Records a graph of `compute`, which reads the looked-up vectors in these buffers.
+
+        Raises:
+            RuntimeError: it does what cannot be recorded.
+        """
+
+    def _transformed(self, rows: list[Tensor]) -> list[Tensor]:
+        """Returns the looked-up vectors of each collection as the model gets them."""
+        return rows
+
+    def _unpadded(self, batch: Batch) -> Result:
+        return self._compute({}, batch)
+
+    def _result(self, batch: Batch) -> Result:
+        """Returns the result of a batch on the host, fillers included if it was padded. The next result may
+        overwrite it."""
         self._replayed = None
         if batch.sequences.total_len * self._width > MOST_ENTRIES:
             return self._unpadded(Batch.to(batch, self._device, non_blocking=True))
@@ -150,18 +177,56 @@ class Recorder:
             return self._replayed(*rows)
         return self._computed(inputs.place(rows), inputs)
 
+    def _computed(self, rows: Sequence[Tensor], inputs: PaddedInputs) -> Result:
+        return self._compute(inputs.vectors(rows), inputs.batch())
+
+    def _add_graph(self, sizes: Sizes, inputs: PaddedInputs) -> None:
+        """Records a graph for inputs of these sizes."""
+        before = torch.cuda.get_rng_state()
+        try:
+            self._graphs[sizes] = self._record(lambda: self._computed(inputs.rows, inputs), inputs.rows)
+        except RuntimeError as error:
+            self._give_up(error)
+        finally:
+            torch.cuda.set_rng_state(before)
+
+    def _give_up(self, error: RuntimeError) -> None:
+        reason = str(error).strip().splitlines()[0]
+        log.warning("%s not recorded as CUDA graphs, which would be faster: %s", self.subject, reason)
+        self.record, self.failed = False, True
+
+
+class Recorder(BatchRecorder[Totals, StepGraph]):
+    """Records the graphs of a training run, and replays them.
+
+    Args:
+        behind: the part of the step behind the lookup of embeddings.
+        model, pipeline, record: as for `BatchRecorder`.
+    """
+
+    def __init__(
+        self, model: Model, behind: TotalsOfVectors, pipeline: pb.Pipeline, *, record: bool = True
+    ) -> None:
+        super().__init__(model, pipeline, record=record)
+        self._behind, self._weigh = behind, WeightedLoss()
+        # Gradients of replicated tables that are looked up outside of a graph lie elsewhere in every step.
+        self._records_updates = self.looks_up or all(table.sharded for table in features.tables(pipeline))
+
+    def totals(self, batch: Batch) -> Totals:
+        """Returns the totals of a batch on the host, with a loss whose gradients reach all weights."""
+        return self._result(batch)
+
     def _unpadded(self, batch: Batch) -> Totals:
         looked_up = [] if self.looks_up else self._model.embed.look_up(batch.ids)
         return self._weigh(self._behind(looked_up, batch))
 
     def _transformed(self, rows: list[Tensor]) -> list[Tensor]:
-        """Returns the looked-up vectors of each collection as the model gets them."""
         # All tables of a collection are sharded, or none is, so that each stands for its other columns.
         names = [next(iter(group)) for group in self._groups]
         return list(self._behind.transformed(dict(zip(names, rows, strict=True))).values())
 
-    def _computed(self, rows: Sequence[Tensor], inputs: PaddedInputs) -> Totals:
-        return self._weigh(self._behind.compute(inputs.vectors(rows), inputs.batch()))
+    def _compute(self, vectors: dict[str, Tensor], batch: Batch) -> Totals:
+        return self._weigh(self._behind.compute(vectors, batch))
 
     def update(self, function: Callable[[], Tensor]) -> Tensor:
         """Calls a function that updates the weights, or replays it if the step's losses were a replay.
@@ -178,42 +243,27 @@ class Recorder:
             self._give_up(error)
         return function()
 
-    def _add_graph(self, sizes: Sizes, inputs: PaddedInputs) -> None:
-        """Records forward and backward pass for inputs of these sizes."""
-
-        def compute() -> Totals:
-            return self._computed(inputs.rows, inputs)
-
-        rows, parameters = inputs.rows, self._parameters()
-        before = torch.cuda.get_rng_state()
-        try:
-            self._require_no_waiting(compute, [*rows, *parameters])
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._graphs[sizes] = StepGraph(compute, rows, parameters, self._pool)
-        except RuntimeError as error:
-            self._give_up(error)
-        finally:
-            torch.cuda.set_rng_state(before)
+    def _record(self, compute: Callable[[], Totals], rows: Sequence[Tensor]) -> StepGraph:
+        parameters = self._parameters()
+        with no_waiting():
+            torch.autograd.grad(compute().loss, [*rows, *parameters], allow_unused=True)
+        return StepGraph(compute, rows, parameters, self.memory.pool)
 
     def _parameters(self) -> list[nn.Parameter]:
         """Returns the parameters behind the lookup, and the tables if the lookup is recorded."""
         tables = set() if self.looks_up else set(self._model.embed.tables.parameters())
         return [p for p in self._model.parameters() if p not in tables and p.requires_grad]
 
-    def _give_up(self, error: RuntimeError) -> None:
-        reason = str(error).strip().splitlines()[0]
-        log.warning("steps are not recorded as CUDA graphs, which would be faster: %s", reason)
-        self.record = False
 
-    @staticmethod
-    def _require_no_waiting(compute: Callable[[], Totals], inputs: list[Tensor]) -> None:
-        """Runs the step once; raises RuntimeError where it waits for the device, which no graph can."""
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            torch.autograd.grad(compute().loss, inputs, allow_unused=True)
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raises RuntimeError where its block waits for the device, which no graph can."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def recorder_for(
@@ -222,36 +272,42 @@ def recorder_for(
     """Returns the recorder of a run; None if its steps are not recorded. Logs why, if users may wonder."""
     if device.type != "cuda" or not pipeline.train.cuda_graphs:
         return None
-    rule = layout_rule(pipeline)
-    if _most_entries(pipeline, rule) > MOST_ENTRIES:
+    if most_entries(pipeline, pipeline.data.batch_size) > MOST_ENTRIES:
         return None
-    if reason := _obstacle(model, pipeline, rule, world_size):
+    if reason := _obstacle(model, pipeline, world_size):
         log.info("steps are not recorded as CUDA graphs: %s", reason)
         return None
     return Recorder(model, behind, pipeline)
 
 
-def _obstacle(model: Model, pipeline: pb.Pipeline, rule: LayoutRule, world_size: int) -> str:
-    """Returns why steps of this run cannot be recorded; "" if they can."""
+def obstacle(model: Model, pipeline: pb.Pipeline, world_size: int) -> str:
+    """Returns why neither steps nor evaluation of this run can be recorded; "" if nothing is known."""
     if world_size > 1:
         return "there are several processes"
-    if pipeline.train.accumulate_batches > 1:
-        return "train.accumulate_batches is more than 1"
-    if rule.channels:
+    if layout_rule(pipeline).channels:
         return "the history is divided into channels"
-    if features.shared_columns(pipeline) and features.samples_negatives(pipeline):
-        return "negatives are sampled, so their number differs from batch to batch"
-    if not any(True for _ in model.embed.tables.parameters()):
-        return "the model has no embedding tables"
     if model.embed.exchanges:
         return "a table is divided by columns within the process"
     return ""
 
 
-def _most_entries(pipeline: pb.Pipeline, rule: LayoutRule) -> int:
+def _obstacle(model: Model, pipeline: pb.Pipeline, world_size: int) -> str:
+    """Returns why steps of this run cannot be recorded; "" if they can."""
+    if reason := obstacle(model, pipeline, world_size):
+        return reason
+    if pipeline.train.accumulate_batches > 1:
+        return "train.accumulate_batches is more than 1"
+    if features.shared_columns(pipeline) and features.samples_negatives(pipeline):
+        return "negatives are sampled, so their number differs from batch to batch"
+    if not any(True for _ in model.embed.tables.parameters()):
+        return "the model has no embedding tables"
+    return ""
+
+
+def most_entries(pipeline: pb.Pipeline, batch_size: int) -> int:
     """Returns the number of entries of a batch whose rows are all as long as they may be."""
-    data = pipeline.data
+    data, rule = pipeline.data, layout_rule(pipeline)
     tokens = rule.num_contextual + rule.tokens_per_event * data.max_history_len
     tokens += data.max_candidates if rule.targets else 0
     shared = features.table_rows(features.searched_item(pipeline)) if features.shared_columns(pipeline) else 0
-    return (data.batch_size * tokens + shared) * pipeline.model.embedding_dim
+    return (batch_size * tokens + shared) * pipeline.model.embedding_dim

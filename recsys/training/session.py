@@ -36,6 +36,7 @@ from recsys.training.checkpoint import CHECKPOINTS, Checkpoints
 from recsys.training.distributed import Processes, collective_timeout, gather, on_main
 from recsys.training.loss_scaling import LossScaler
 from recsys.training.optimizers import ScheduledOptimizer
+from recsys.training.recorded_evaluation import EvaluationRecorder, evaluation_recorder_for
 from recsys.training.recorded_step import HostBatch, recorder_for
 from recsys.training.resume import (
     changed_schedule,
@@ -75,6 +76,7 @@ class Session:
         inputs: fingerprints of training files, vocabularies and items.
         parameters: number of learned parameters by part of the model, over all ranks.
         average: the average of the weights; None if the run does not average them.
+        evaluation_recorder: replays graphs in evaluations; None computes every batch as it is.
     """
 
     pipeline: pb.Pipeline
@@ -91,6 +93,7 @@ class Session:
     inputs: Inputs
     parameters: dict[str, int]
     average: WeightAverage | None
+    evaluation_recorder: EvaluationRecorder | None
 
     @property
     def model(self) -> Model:
@@ -323,6 +326,8 @@ def _build(
     wrapped = shard(step, pipeline, processes, plan, draw=not resumes)
     recorder = recorder_for(model, step.totals_of_vectors, pipeline, processes.device, processes.world_size)
     step.recorder = recorder
+    memory = None if recorder is None else recorder.memory
+    evaluations = evaluation_recorder_for(model, pipeline, processes.device, processes.world_size, memory)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps, _scaler(step, pipeline, processes))
     if recorder is not None:
         optimizer.record(recorder.update)
@@ -349,6 +354,7 @@ def _build(
         ),
         parameters=parameters,
         average=_average(wrapped, train),
+        evaluation_recorder=evaluations,
     )
 
 

@@ -256,7 +256,8 @@ class Trainer:
         pictures = NUM_PICTURES if processes.is_main else 0
         diagnostics = Diagnostics(model, processes.device, pictures) if closely else None
         with self._heartbeat.at("evaluating"):
-            metrics = evaluate(model, rows, processes.device, limit, diagnostics)
+            recorder = self._session.evaluation_recorder
+            metrics = evaluate(model, rows, processes.device, limit, diagnostics, recorder)
         return metrics, None if diagnostics is None else diagnostics.results()
 
     def _report(self, results: DiagnosticResults | None, step: int) -> None:

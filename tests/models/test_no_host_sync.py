@@ -17,13 +17,14 @@ from tests.modules.pipelines import RANKER, RANKERS, RETRIEVER, batch_of, pipeli
 
 SIZES = [(5, 3), (0, 2), (6, 1), (2, 0)]
 DROPOUT = "model { ranker { preprocessor { contextual { dropout: 0.1 } } } }"
+SEEN = "model { retriever { seen: REMOVE } }"
 GROUPS = """model { ranker { mixer { hstu {
   dropout: 0.1  stochastic_depth: 0.5  recompute: [NORMED_X, UVQK, GATED]
   layer_groups { num_layers: 1  mask { window: 2  prefix: 1 } }
   layer_groups { num_layers: 1  mask { window: 2  target_window: true }  tail_len: 3 }
 } } } }"""
 FORMS = {**{name: (*texts, DROPOUT) for name, texts in RANKERS.items()}, "groups": (RANKER, DROPOUT, GROUPS)}
-ON_CUDA = {**FORMS, "retriever": (RETRIEVER,)}
+ON_CUDA = {**FORMS, "retriever": (RETRIEVER,), "retriever, seen items": (RETRIEVER, SEEN)}
 
 WIDE = (
     """model { embedding_dim: 128  precision: BF16  ranker { mixer { hstu { qk_dim: 64  v_dim: 64 } } } }"""
@@ -68,6 +69,15 @@ def step(model: Model, batch: Batch) -> None:
     (losses.sums / losses.counts.clamp(min=1)).sum().backward()
 
 
+@torch.no_grad()
+def evaluation(model: Model, batch: Batch, *, losses: bool = True) -> None:
+    """Forward pass, objective, and the rows of metrics."""
+    outputs = model.eval()(batch)
+    if losses:
+        model.objective(outputs, batch)
+    model.metric_rows(outputs, batch)
+
+
 def name_backend(pipeline: pb.Pipeline, backend: str) -> None:
     """In every stack."""
     mixer = getattr(pipeline.model, pipeline.model.WhichOneof("model")).mixer
@@ -82,6 +92,13 @@ def test_a_step_without_numbers(name, training):
     model, batch = build_model(pipeline).to("meta").train(training), batch_on(pipeline, "meta")
     step(model, batch)
     assert model.flops(batch) > 0
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_an_evaluation_without_numbers(name):
+    """Without losses, since those of retrievers do not run on `meta`."""
+    pipeline = pipeline_of(*ON_CUDA[name])
+    evaluation(build_model(pipeline).to("meta"), batch_on(pipeline, "meta"), losses=False)
 
 
 class Reads(torch.nn.Module):
@@ -122,9 +139,10 @@ def assert_no_waiting(pipeline: pb.Pipeline) -> None:
     first, second = (batch_on(pipeline, "cuda", seed) for seed in (0, 1))
     step(model, first)  # kernels are compiled, and the optimizer makes its state
     optimizer.step()
+    evaluation(model, first)
+    model.train()
     with no_waiting():
         optimizer.zero_grad()
         step(model, second)
         optimizer.step()
-        with torch.no_grad():
-            model.eval()(second)
+        evaluation(model, second)
