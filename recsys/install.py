@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clone = resources.clone()
     if clone is not None:
         parser.add_argument("--dev", action="store_true", help="also the test and lint tools")
+    parser.add_argument("--skip-doctor", action="store_true", help="do not run recsys.doctor at the end")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, change nothing")
     options = parser.parse_args(arguments)
     package = ["--editable", ".[dev]" if options.dev else "."] if clone is not None else []
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             package=package,
         )
         print("\n".join(plan.reasons))
-        return run(plan, clone or Path.cwd(), dry_run=options.dry_run)
+        return run(plan, clone or Path.cwd(), dry_run=options.dry_run, doctor=not options.skip_doctor)
     except InstallationError as error:
         print(f"recsys.install: {error}", file=sys.stderr)
         return error.exit_code
@@ -133,14 +134,17 @@ def make_plan(
     return Plan(uninstall, alias, install, reasons)
 
 
-def run(plan: Plan, folder: Path, *, dry_run: bool) -> int:
-    """Prints the plan and, unless `dry_run`, executes it in `folder` until an exit code is not 0.
+def run(plan: Plan, folder: Path, *, dry_run: bool, doctor: bool = True) -> int:
+    """Prints the plan and, unless `dry_run`, executes it in `folder` until an exit code is not 0. Runs
+    `recsys.doctor` at the end, or leaves it out.
 
     Raises:
         InstallationError: this Python has no pip, or its folder cannot be written.
     """
     python = [sys.executable, "-m"]
-    commands = [[*python, "pip", "install", *plan.install], [*python, "recsys.doctor", "--quick"]]
+    commands = [[*python, "pip", "install", *plan.install]]
+    if doctor:
+        commands.append([*python, "recsys.doctor", "--quick"])
     if plan.uninstall:
         commands.insert(0, [*python, "pip", "uninstall", "--yes", *plan.uninstall])
     if not dry_run and importlib.util.find_spec("pip") is None:

@@ -1,5 +1,6 @@
-# Sourced by scripts/quickstart and scripts/test. `bootstrap [--dev]` makes .venv and installs recsys into it, from
-# nothing but a Python >= 3.10; when a stamp says that this is done for the current files it returns at once.
+# Sourced by scripts/quickstart and scripts/test. `bootstrap [--dev] [--skip-doctor]` makes .venv and installs recsys into
+# it, from nothing but a Python >= 3.10, and sets `bootstrapped`; when a stamp says that this is done for the current files
+# it returns at once.
 
 bootstrap() {
     local stamp_file=.venv/.recsys-stamp stamp
@@ -14,6 +15,7 @@ bootstrap() {
     rm -f "$stamp_file"
     .venv/bin/python scripts/install.py "$@"
     echo "$stamp ${1:-}" >"$stamp_file"
+    bootstrapped=yes
 }
 
 make_venv() {
