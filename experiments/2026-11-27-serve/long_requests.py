@@ -1,7 +1,7 @@
 """Writes requests with long histories, and times them with a package in one process, without HTTP.
 
     python experiments/2026-11-27-serve/long_requests.py write FILE [--events 2048] [--candidates 256]
-    python experiments/2026-11-27-serve/long_requests.py time FILE --package DIR
+    python experiments/2026-11-27-serve/long_requests.py time FILE --package DIR [--rows 1 2 4 8]
     python experiments/2026-11-27-serve/long_requests.py steps FILE --package DIR
     python experiments/2026-11-27-serve/long_requests.py stages URL          of a server's metrics
 
@@ -44,8 +44,8 @@ def write(path: Path, events: int, candidates: int, rows: int = 64) -> None:
     pq.write_table(pa.Table.from_pylist(written, SAMPLE.schema), path)
 
 
-def time_calls(path: Path, folder: Path, repeats: int) -> None:
-    """Prints the times of calls with 1, 2, 4 and 8 rows."""
+def time_calls(path: Path, folder: Path, repeats: int, sizes: list[int]) -> None:
+    """Prints the times of calls with each number of rows."""
     environment.import_torchrec_quietly()
     from recsys.inference.package import Package
     from recsys.inference.predictor import Predictor
@@ -73,7 +73,7 @@ def time_calls(path: Path, folder: Path, repeats: int) -> None:
 
     package.run = timed
     table = pq.read_table(path)
-    for rows in (1, 2, 4, 8):
+    for rows in sizes:
         taken = []
         spans.clear()
         for repeat in range(repeats + 5):
@@ -141,6 +141,7 @@ def main() -> int:
     parser.add_argument("--package", type=Path)
     for name, default in (("events", 2048), ("candidates", 256), ("repeats", 50)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     options = parser.parse_args()
     if options.action == "write":
         write(Path(options.file), options.events, options.candidates)
@@ -149,7 +150,7 @@ def main() -> int:
     elif options.action == "steps":
         time_steps(Path(options.file), options.package, options.repeats)
     else:
-        time_calls(Path(options.file), options.package, options.repeats)
+        time_calls(Path(options.file), options.package, options.repeats, options.rows)
     return 0
 
 
