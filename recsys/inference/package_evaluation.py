@@ -19,7 +19,7 @@ from recsys.inference.eager import EagerPackage
 from recsys.inference.golden import largest_difference
 from recsys.inference.package import Package
 from recsys.inference.shared_rows import PackageProgram
-from recsys.models.base import add_rows, build_model
+from recsys.models.base import CollectedRows, build_model
 from recsys.modules.metrics.base import compute_all
 from recsys.scoring.scorer import Scorer
 from recsys.training.distributed import gather
@@ -63,6 +63,7 @@ def evaluate_package(
     # Its weights are never used: it only says how answers are measured.
     model = build_model(package.pipeline, whole=False)
     metrics = {name: metric.to(device) for name, metric in model.metrics().items()}
+    collected = CollectedRows(metrics)
     items, answers = _items(package, device), _Answers(package)
     compared = None if reference is None else _Compared(package, reference)
     with torch.no_grad():
@@ -71,7 +72,8 @@ def evaluate_package(
             if compared is not None:
                 compared.add(answer, batch)
             on_device = [part.to(device) for part in answer]
-            add_rows(metrics, model.answer_rows(on_device, items, batch.to(device)))
+            collected.add(model.answer_rows(on_device, items, batch.to(device)))
+    collected.update()
     difference = None if compared is None else max(gather(compared.largest))
     return PackageEvaluation(compute_all(metrics), difference)
 

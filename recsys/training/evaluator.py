@@ -18,7 +18,7 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
-from recsys.models.base import Losses, Model, add_rows
+from recsys.models.base import CollectedRows, Losses, Model
 from recsys.modules.metrics.base import compute_all
 from recsys.scoring.scorer import EagerModel, Scorer
 from recsys.training.diagnostics import Diagnostics
@@ -76,6 +76,7 @@ def evaluate(
     """
     with _aside(model, device):
         metrics = {name: metric.to(device) for name, metric in model.metrics().items()}
+        collected = CollectedRows(metrics)
         totals: Losses | None = None
         # Scoring with a cache makes several calls per batch: their number may differ between ranks, which
         # sharded tables do not allow, and diagnostics need each row in one call.
@@ -94,8 +95,9 @@ def evaluate(
                 results = BatchResults.of(model, outputs, batch)
                 if diagnostics:
                     diagnostics.update(results.rows, batch)
-            add_rows(metrics, results.rows)
+            collected.add(results.rows)
             totals = _add(totals, results.losses)
+        collected.update()
         return compute_all(metrics) | _mean_losses(totals)
 
 

@@ -15,6 +15,7 @@ from recsys import protos as pb
 from recsys.config import registry
 from recsys.config.declarations import model_of
 from recsys.models import build_model, layout_rule
+from recsys.models.base import CollectedRows
 from recsys.training.recorded_step import TotalsOfVectors
 from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, generator_pipeline, pipeline_of, random_rows
 
@@ -116,6 +117,41 @@ def test_metrics_start_empty_and_apart(pipeline):
     assert first.keys() == second.keys()
     assert all(torch.isnan(metric.compute()) for metric in second.values())
     assert any(torch.isfinite(metric.compute()) for metric in first.values())
+
+
+def test_collected_rows_give_the_metrics_of_batches(pipeline, monkeypatch):
+    """Batches of 10, 7, 10 and 2 rows reach the metrics in two updates."""
+    monkeypatch.setattr(CollectedRows, "MOST", 15)
+    model = build_model(pipeline).eval()
+    batches = [
+        batch_of(pipeline, random_rows(pipeline, sizes)) for sizes in (SIZES, SIZES[:4], SIZES, [(5, 2)])
+    ]
+    expected, actual = model.metrics(), model.metrics()
+    collected, updates = CollectedRows(actual), []
+    for name, metric in actual.items():
+        monkeypatch.setattr(metric, "update", noted(metric.update, name, updates))
+    with torch.no_grad():
+        for batch in batches:
+            model.update_metrics(expected, model(batch), batch)
+            collected.add(model.metric_rows(model(batch), batch))
+    collected.update()
+    collected.update()
+    values = {name: metric.compute().item() for name, metric in expected.items()}
+    assert {name: metric.compute().item() for name, metric in actual.items()} == pytest.approx(
+        values, rel=1e-12, nan_ok=True
+    )
+    first = next(iter(values))
+    assert [rows for name, rows in updates if name == first] == [17, 12]
+
+
+def noted(update, name, updates):
+    """Returns the update of a metric that also notes its name and its number of rows."""
+
+    def run(*columns):
+        updates.append((name, len(columns[0])))
+        update(*columns)
+
+    return run
 
 
 def test_an_answer_is_measured_like_outputs(pipeline):
