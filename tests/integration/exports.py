@@ -36,7 +36,7 @@ LIKE_OTHERS = (
 """Features that are left out, with their sides: the others have all kinds of features among them."""
 
 SHORT = {
-    "num_epochs: 2": "num_steps: 20",
+    "num_epochs: 2": "num_steps: 40",
     "warmup_steps: 50": "warmup_steps: 10",
     "num_workers: 1": "num_workers: 0",
     # The compiler takes time for each layer, each kind of action and each feature.
