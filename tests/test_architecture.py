@@ -180,11 +180,11 @@ NAMING_FILES = {
 
 def names_of_models(source: str) -> set[str]:
     """Identifiers and strings of a module that name a family or a mixer; docstrings and comments may."""
-    tree = ast.parse(source)
-    alone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    nodes = list(ast.walk(ast.parse(source)))
+    alone = [node.value for node in nodes if isinstance(node, ast.Expr)]
     prose = {id(node) for node in alone if isinstance(node, ast.Constant)}
     results = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         for field in ("id", "attr", "name", "arg", "asname", "module", "value"):
             word = getattr(node, field, None)
             if isinstance(word, str) and id(node) not in prose and NAMES.search(word):
@@ -279,6 +279,8 @@ def unsafe_defaults(source: str) -> list[str]:
     that defaults name; and Triton 3.6 does not take a text that is the default of a nested call.
     """
     names = []
+    if "jit" not in source:  # to parse each module takes seconds
+        return names
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
             defaults = node.args.defaults

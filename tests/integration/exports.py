@@ -65,6 +65,7 @@ RETRIEVER = (
     "train.schedule.warmup_steps=0",
     'train.evaluation={every_steps: 12 max_batches: 1 best_metric: "ndcg@10"}',
     "data.num_workers=0",
+    "data.batch_size=8",
     # A second layer would take a third of the compiler's time.
     "model.retriever.mixer.hstu.num_layers=1",
     # The items are a file of the package, and genres and years are compiled.

@@ -15,13 +15,16 @@ from tests.integration.runs import CONFIG, evaluate, flags, records, train
 
 
 def test_evaluate_repeats_what_training_measured(tmp_path, capsys, caplog):
+    rows = pq.read_table("tests/data/kuairand/validation.parquet").slice(0, 400)
+    pq.write_table(rows, tmp_path / "rows.parquet")
     short = ("train.num_steps=4", "train.schedule.warmup_steps=1", "train.evaluation.every_steps=2")
+    short += (f"data.validation.parquet.paths=['{tmp_path / 'rows.parquet'}']",)
     assert train(tmp_path, *short, "train.evaluation.max_batches=") == 0
     assert f"  python -m recsys.evaluate --run-dir {tmp_path} --split validation" in caplog.messages
     assert f"  python -m recsys.predict --run-dir {tmp_path} --input FILES" in caplog.messages
     measured = {step: record["metrics"] for step, record in records(tmp_path, "evaluation").items()}
     assert measured[2] != measured[4]
-    lengths = pc.list_value_length(pq.read_table("tests/data/kuairand/validation.parquet")["uih_timestamps"])
+    lengths = pc.list_value_length(rows["uih_timestamps"])
     cut = {
         "left_out": 0,
         "cut_histories": pc.sum(pc.greater(lengths, 20)).as_py(),
@@ -106,15 +109,15 @@ def test_weights_are_not_used_with_an_edited_config(tmp_path, capsys):
 
 def test_a_run_that_met_a_bad_row_goes_on_without_it(tmp_path, caplog):
     """As its error advises, and to the same weights as a run that never read the row."""
-    table = pq.read_table("tests/data/kuairand/train.parquet").slice(0, 320)
+    table = pq.read_table("tests/data/kuairand/train.parquet").slice(0, 128)
     times = table["request_time"].to_pylist()
     times[20] = None
     place = table.schema.get_field_index("request_time")
     broken = table.set_column(place, table.schema.field(place), pa.array(times, pa.int64()))
     # The order of this seed comes to the first row group when training is under way.
-    pq.write_table(broken, tmp_path / "x.parquet", row_group_size=160)
+    pq.write_table(broken, tmp_path / "x.parquet", row_group_size=64)
     paths = [f"data.train.parquet.paths=['{tmp_path / 'x.parquet'}']"]
-    paths += ["data.shuffle_row_groups=1", "data.num_lanes=1", "train.num_steps=20"]
+    paths += ["data.shuffle_row_groups=1", "data.num_lanes=1", "train.num_steps=8"]
     assert train(tmp_path / "run", *paths) == 3
     assert "data.bad_rows { policy: SKIP }" in caplog.text
     assert records(tmp_path / "run"), "the bad row came before the first step"
@@ -137,6 +140,7 @@ def test_a_two_tower_run_goes_on_with_the_same_items_only(tmp_path, caplog):
     def train_to(step: int, path: Path) -> int:
         chosen = ["train.num_epochs=", f"train.num_steps={step}", "train.schedule.warmup_steps=0", *few]
         chosen += [f"data.item_file='{path}'", "data.num_workers=0", "train.evaluation.max_batches=1"]
+        chosen += ["data.batch_size=8", "data.eval_batch_size=16"]
         given = ["--config", "configs/movielens_small_two_tower.config", "--run-dir", str(tmp_path / "run")]
         for command in chosen:
             given += ["--set", command]

@@ -91,10 +91,11 @@ def test_averages_survive_a_kill_and_leave_the_training_curve_alone(tmp_path, un
 def test_evaluation_of_a_saved_state_uses_its_averages(tmp_path):
     """Without `max_batches`, so that the command reads what training's evaluation reads."""
     averaged = ("train.weight_averaging={ema {decay: 0.8}}", "train.evaluation={every_steps: 6}")
+    averaged += ("train.num_steps=6",)
     assert train(tmp_path, *averaged) == 0
     assert evaluate("--run-dir", str(tmp_path), "--split", "validation", "--checkpoint", "newest") == 0
     metrics = json.loads((tmp_path / "validation_metrics.json").read_text())["metrics"]
-    assert metrics == records(tmp_path, "evaluation")[16]["metrics"]
+    assert metrics == records(tmp_path, "evaluation")[6]["metrics"]
 
 
 def test_files_may_move_but_a_vocabulary_may_not_change(tmp_path, capsys):

@@ -45,12 +45,12 @@ def test_trains_and_predicts_what_evaluation_says(tmp_path, form, monkeypatch):
     changes = [
         *given,
         "train.evaluation={}",
-        "train.num_steps=12",
+        "train.num_steps=4",
         f'data.test={{parquet {{paths: "{path}"}}}}',
     ]
     assert train(tmp_path / "run", *changes) == 0
     losses = [record["loss"] for record in records(tmp_path / "run").values()]
-    assert len(losses) == 12 and np.isfinite(losses).all()
+    assert len(losses) == 4 and np.isfinite(losses).all()
     pipeline = config.resolve(config.read(CONFIG, changes).pipeline).pipeline
     assert longest in (None, pipeline.model.max_seq_len)
 

@@ -1,7 +1,9 @@
 """The benchmark at tiny sizes: both forms compute the same, and it fails when a bar is missed."""
 
+import multiprocessing.dummy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from scripts.bench_cpu import Result
 
 @pytest.mark.parametrize("path", [bench_cpu.RANKING, bench_cpu.RETRIEVAL])
 def test_a_step_is_compared_on_real_batches(path, tmp_path):
-    result = bench_cpu.bench_step(tmp_path, name="step", path=path, num_batches=1, repeats=1)
+    text = Path(path).read_text(encoding="utf-8")
+    short = tmp_path / "short.config"
+    short.write_text(re.sub(r"\bbatch_size: \d+", "batch_size: 8", text, count=1), encoding="utf-8")
+    result = bench_cpu.bench_step(tmp_path, name="step", path=str(short), num_batches=1, repeats=1)
     assert 0.05 < result.value < 50 and result.bar == 1.0 and result.unit == "x"
     ours, padded = (float(part.split()[-2]) for part in result.detail.split(",")[:2])
     assert result.value == pytest.approx(padded / ours, rel=0.05)
@@ -56,7 +61,13 @@ def test_a_missed_bar_fails(monkeypatch, capsys):
     assert lines[1].split()[1:6] == ["0.49", "x", ">=", "0.5", "x"]
 
 
-def test_the_reader_is_measured_against_plain_pyarrow(tmp_path, monkeypatch):
+@pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_reader_is_measured_against_plain_pyarrow(separate, tmp_path, monkeypatch):
+    """A process for pyarrow imports for seconds; without `--slow` a thread takes its place."""
+    if not separate:
+        threads = SimpleNamespace(get_context=lambda method: multiprocessing.dummy)
+        monkeypatch.setattr(bench_cpu, "multiprocessing", threads)
+        monkeypatch.setattr(bench_cpu, "_set_threads", lambda count: None)
     monkeypatch.setattr(bench_cpu, "READER_ROWS", 3072)
     monkeypatch.setattr(bench_cpu, "READER_REPEATS", 1)
     result = bench_cpu.bench_reader(tmp_path)

@@ -9,7 +9,7 @@ import torch
 from recsys import config
 from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
-from recsys.training import recorded_step, trainer
+from recsys.training import padded_inputs, recorded_step, trainer
 from recsys.training.cuda_graphs import GraphMemory
 from recsys.training.diagnostics import Diagnostics
 from recsys.training.distributed import process_group
@@ -48,6 +48,8 @@ CASES = {
 """Models of all families; two towers and the retriever with a sharded table look their catalogue up, too."""
 RECORDED = [name for name in CASES if name != "generator, exact"]
 ROUNDED_ALIKE = [name for name in RECORDED if name != "retriever, bfloat16"]
+SHORT = ("data.eval_batch_size=8", "data.max_history_len=60")
+"""Batches that a CPU evaluates fast: each event is compared with the whole catalogue."""
 
 
 def prepared(folder, name, *changes):
@@ -61,11 +63,18 @@ def validation(pipeline):
     return Loader.open(pipeline, "validation", layout_rule(pipeline))
 
 
+@pytest.fixture
+def few_fillers(monkeypatch):
+    """Rounds counts up to multiples of 64 instead of 512, as suits short batches."""
+    monkeypatch.setattr(padded_inputs, "_step", lambda count: max(64, 1 << max(0, count.bit_length() - 3)))
+
+
+@pytest.mark.usefixtures("few_fillers")
 @pytest.mark.parametrize("name", ROUNDED_ALIKE)
 def test_fillers_change_neither_losses_nor_rows_of_metrics(name, tmp_path):
     """Batches of different sizes, also in the same buffers. All results are compared in the end, which finds
     those that a later batch has overwritten."""
-    pipeline = prepared(tmp_path, name)
+    pipeline = prepared(tmp_path, name, *SHORT)
     torch.manual_seed(3)
     model = build_model(pipeline).eval()
     padded = EvaluationRecorder(model, pipeline, record=False)
@@ -86,9 +95,10 @@ def test_fillers_change_neither_losses_nor_rows_of_metrics(name, tmp_path):
                 torch.testing.assert_close(column, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("few_fillers")
 @pytest.mark.parametrize("name", ["ranker", "retriever", "two towers", "hybrid"])
 def test_metrics_of_padded_batches(name, tmp_path):
-    pipeline = prepared(tmp_path, name)
+    pipeline = prepared(tmp_path, name, *SHORT, "data.eval_batch_size=24")
     torch.manual_seed(3)
     model, loader = build_model(pipeline), validation(pipeline)
     expected = evaluate(model, loader, CPU, max_batches=4)

@@ -52,7 +52,8 @@ class Plain(nn.Module):
 def test_fillers_change_neither_losses_nor_gradients(path, looks_up):
     """Batches of different sizes in the same buffers, the largest one first, so that its rest must go."""
     placement = f"model.embedding.placement={'REPLICATED' if looks_up else 'SHARDED'}"
-    pipeline = config.prepare(path, [*NO_DROPOUT[path], placement, "data.num_workers=0"]).pipeline
+    few = ["data.num_workers=0", "data.batch_size=16"]
+    pipeline = config.prepare(path, [*NO_DROPOUT[path], placement, *few]).pipeline
     torch.manual_seed(3)
     model = build_model(pipeline)
     plain = Plain(model, pipeline)
