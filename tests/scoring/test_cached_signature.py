@@ -37,29 +37,21 @@ from tests.scoring.test_signature import (
 from tests.tools.packaged import assert_packaged
 
 BLIND = "mask { contextual_reads_history: false }"
-GROWING_LINEAR = """mixers { linear {
-  num_heads: 2  qk_dim: 4  num_layers: 1  form: DELTA  time_channel: false  position_channel: false
-} }"""
-GROWING_SASREC = f"""mixers {{ sasrec {{
-  num_heads: 2  layer_groups {{ num_layers: 1  tail_len: 3  {BLIND} }}  rotary {{ longest_seconds: 0 }}
-}} }}"""
-GROWING_HSTU = f"""mixers {{ hstu {{
-  num_heads: 2  qk_dim: 4  layer_groups {{ num_layers: 1  tail_len: 5  {BLIND} }}
-}} }}"""
-
-
-def hybrid_of(*mixers):
-    return f"model {{ ranker {{ mixer {{ hybrid {{ {' '.join(mixers)} }} }} }} }}"
-
-
+EXPORTED_HYBRID = f"""model {{ ranker {{ mixer {{ hybrid {{
+  mixers {{ hstu {{ num_heads: 2  qk_dim: 4  layer_groups {{ num_layers: 1  tail_len: 5  {BLIND} }} }} }}
+  mixers {{ linear {{
+    num_heads: 2  qk_dim: 4  num_layers: 1  form: DELTA  time_channel: false  position_channel: false }} }}
+  mixers {{ sasrec {{
+    num_heads: 2  layer_groups {{ num_layers: 1  tail_len: 3  {BLIND} }}  rotary {{ longest_seconds: 0 }}
+  }} }}
+}} }} }} }}"""
 MODELS = {
     "hstu": (RANKER,),
     "truncated": (RANKER, TRUNCATED),
     "bf16": (RANKER, BF16),
     "sasrec": (RANKER, RANKER_SASREC),
     "hybrid": (RANKER, HYBRID),
-    "hybrid that grows": (RANKER, PLACED, hybrid_of(GROWING_LINEAR, GROWING_SASREC)),
-    "all that grow": (RANKER, PLACED, hybrid_of(GROWING_HSTU, GROWING_LINEAR, GROWING_SASREC)),
+    "hybrid that grows": (RANKER, PLACED, EXPORTED_HYBRID),
     "channels that grow": (*GROWING["channels"], INTERLEAVED),
     "contextualized users, growing": GROWING["all encoders"],
     "all encoders": (*RANKERS["all"], TWO_CHANNELS, RANKER_MMOE),
@@ -70,8 +62,7 @@ MODELS = {
 
 CAPTURED = ("hybrid that grows", "all encoders")
 """To capture takes seconds: these are always tried, the others with --slow. A stack of "all encoders" is
-truncated, and `ops/hstu_attention/cached/test_cached_export.py` captures attention with a mask, as layers of
-HSTU use it to score and to extend a cache."""
+truncated, and `ops/hstu_attention/cached/test_cached_export.py` captures attention with a mask."""
 
 GROWN = [(5, 2), (4, 3), (0, 1), (3, 1), (5, 0), (2, 2)]
 """Sizes of rows of which `run_flat_extended` appends up to two events."""
@@ -193,7 +184,7 @@ def test_one_package_serves_every_size(pipeline, model, tmp_path):
 @pytest.mark.slow
 def test_a_package_extends_without_this_code(tmp_path):
     """In a fresh process without recsys, in several threads, for all sizes: what the model computes."""
-    pipeline = pipeline_of(*MODELS["all that grow"])
+    pipeline = pipeline_of(*MODELS["hybrid that grows"])
     model, form = build_model(pipeline).eval(), CacheSpec.of(build_model(pipeline))
     graph, specs = graphs_of(model)[2]
     program = captured(graph, specs, example_inputs(specs, torch.device("cpu")))
