@@ -30,6 +30,7 @@ from recsys.training.distributed import gather, on_main, process_group
 from recsys.training.hooks import Hook, Outcome
 from recsys.training.hooks.console import Console
 from recsys.training.hooks.metrics_file import NAME, MetricsFile, read_metrics
+from recsys.training.recorded_evaluation import evaluation_recorder_for
 from recsys.training.session import CHECKPOINTS, Session
 from recsys.training.state import capture_rng, restore_rng
 
@@ -161,7 +162,9 @@ def evaluate(model: Model, rows: Batches | Rows | str | Path) -> dict[str, float
     if model.package is not None:
         return evaluate_package(model.package, loader, torch.device(model.package.description.device)).metrics
     module = model.require_module("evaluated")
-    return evaluator.evaluate(module, loader, next(module.parameters()).device)
+    device = next(module.parameters()).device
+    recorder = evaluation_recorder_for(module, module.pipeline, device, world_size)
+    return evaluator.evaluate(module, loader, device, recorder=recorder)
 
 
 def _duration(steps: int | None, epochs: int | None) -> list[str]:

@@ -24,7 +24,7 @@ from recsys.scoring.scorer import EagerModel, Scorer
 from recsys.training.diagnostics import Diagnostics
 from recsys.training.distributed import gather
 from recsys.training.local_lookup import kernels_of
-from recsys.training.recorded_evaluation import BatchResults, EvaluationRecorder, evaluation_recorder_for
+from recsys.training.recorded_evaluation import BatchResults, EvaluationRecorder
 from recsys.training.state import Best, capture_rng, restore_rng
 
 LOSS = "loss"
@@ -68,7 +68,8 @@ def evaluate(
         max_batches: the most batches that each rank reads; None reads all.
         diagnostics: diagnoses the same batches; the caller reads its results afterwards. Nothing is recorded
             then.
-        recorder: replays graphs of earlier evaluations of the model; None begins anew, where it can.
+        recorder: replays graphs, also of earlier evaluations of the model; None computes every batch as it
+            is. See `evaluation_recorder_for`.
 
     Returns:
         The model's metrics by name, `loss` and, if there are several tasks, `loss/<task>`; NaN where
@@ -82,9 +83,6 @@ def evaluate(
         # sharded tables do not allow, and diagnostics need each row in one call.
         alone = not (dist.is_initialized() and dist.get_world_size() > 1)
         scorer = Scorer(EagerModel(model, may_cache=alone and diagnostics is None), model.pipeline)
-        if diagnostics is None and recorder is None:
-            world_size = 1 if alone else dist.get_world_size()
-            recorder = evaluation_recorder_for(model, model.pipeline, device, world_size)
         for batch in loader.first(max_batches):
             if diagnostics is None and recorder is not None and not recorder.failed:
                 results = recorder.results(batch)

@@ -49,7 +49,7 @@ class EvaluationRecorder(BatchRecorder[BatchResults, ForwardGraph[BatchResults]]
 
     @torch.no_grad()
     def results(self, batch: Batch) -> BatchResults:
-        """Returns the results of a batch on the host, without fillers."""
+        """Computes the results of a batch that is on the host, without fillers."""
         return self._result(batch).first(batch.candidate_timestamps.shape[0])
 
     def _compute(self, vectors: dict[str, Tensor], batch: Batch) -> BatchResults:

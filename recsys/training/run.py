@@ -33,6 +33,7 @@ from recsys.training.hooks.hyperparameters import hyperparameters
 from recsys.training.hooks.metrics_file import MetricsFile
 from recsys.training.hooks.projector import Items, frequent_items
 from recsys.training.hooks.report import Report
+from recsys.training.recorded_evaluation import evaluation_recorder_for
 from recsys.training.resume import require_same_model
 from recsys.training.session import CHECKPOINTS, Session, open_session
 from recsys.training.sharding import plan_tables, shard
@@ -237,7 +238,8 @@ def evaluate(
         world_size=processes.world_size,
         mode="evaluate",
     )
-    metrics = evaluator.evaluate(loaded.model, loader, processes.device, limit)
+    recorder = evaluation_recorder_for(loaded.model, pipeline, processes.device, processes.world_size)
+    metrics = evaluator.evaluate(loaded.model, loader, processes.device, limit, recorder=recorder)
     counts = evaluator.counted(loader)
     if compare is not None:
         sums = _compared_sums(compare, loaded.model, pipeline)

@@ -3,10 +3,13 @@
 import logging
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+import recsys
 from recsys import config
+from recsys.api import fitting
 from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
 from recsys.training import padded_inputs, recorded_step, trainer
@@ -160,6 +163,23 @@ def test_evaluations_that_cannot_be_recorded_are_computed_as_they_are(diagnosed)
     assert actual == pytest.approx(evaluate(model, loader, CPU, 1), rel=0, abs=0, nan_ok=True)
 
 
+def test_an_evaluation_from_python_makes_its_recorder(monkeypatch):
+    """An evaluation of a training gets that of its run instead, which says once why there is none."""
+    rows = pq.read_table("tests/data/kuairand/validation.parquet").slice(0, 48)
+    model = recsys.build(recsys.config(QUICKSTART, ["data.num_workers=0", "data.eval_batch_size=24"]))
+    expected = recsys.evaluate(model, rows)
+    made = []
+
+    def make(*arguments):
+        assert evaluation_recorder_for(*arguments) is None, "the model is on a CPU"
+        made.append(EvaluationRecorder(*arguments[:2], record=False))
+        return made[0]
+
+    monkeypatch.setattr(fitting, "evaluation_recorder_for", make)
+    assert recsys.evaluate(model, rows) == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert len(made) == 1 and made[0]._inputs
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "world_size", "reason"),
     [
@@ -225,7 +245,8 @@ def test_replays_evaluate_the_weights_of_the_moment(name, tmp_path):
             averaged = loss(session, recorder)
         assert len({at_start[-1], trained, averaged}) == 3
         assert loss(session, recorder) == pytest.approx(trained, rel=1e-5)
-        alone = evaluate(session.model, session.validation, processes.device, 4)
+        anew = evaluation_recorder_for(session.model, pipeline, processes.device, 1)
+        alone = evaluate(session.model, session.validation, processes.device, 4, recorder=anew)
         assert alone["loss"] == pytest.approx(trained, rel=1e-5)
         assert recorder.num_graphs == num_graphs > 0
         assert not recorder.failed
