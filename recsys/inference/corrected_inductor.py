@@ -5,7 +5,6 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,6 @@ def corrected_inductor() -> Iterator[None]:
     with ExitStack() as stack:
         if platform.machine() in ("x86_64", "AMD64"):
             stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
-        if torch.cuda.is_available():
-            from triton.runtime import driver
-
-            stack.enter_context(
-                replaced(driver.active, "launcher_cls", partial(LaterLauncher, driver.active.launcher_cls))
-            )
         stack.enter_context(replaced(CachingAutotuner, "run", _run_if_tuned))
         stack.enter_context(replaced(Grid2DWithYZOverflow, "generate", _generate_guarded))
         if (folder := _changed_headers()) is not None:
@@ -65,23 +58,6 @@ def _instruction_sets() -> list[cpu_vec_isa.VecISA]:
     """Returns those with vectors of `cpp.simdlen` bits. For each one that the processor has, Inductor would
     compile and run programs, for half a minute in all, even if `cpp.vec_isa_ok` is set."""
     return [cpu_vec_isa.VecAVX2()] if torch.cpu._is_avx2_supported() else []
-
-
-class LaterLauncher:
-    """A kernel's launcher that is made when the kernel is first launched.
-
-    Triton compiles C code for each one as it loads kernels, .4 s each, and a package launches its kernels by
-    itself: only those that are tuned are launched from Python.
-    """
-
-    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any) -> None:
-        self._make = partial(make, *args)
-        self._launch: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        if self._launch is None:
-            self._launch = self._make()
-        return self._launch(*args)
 
 
 _run = CachingAutotuner.run

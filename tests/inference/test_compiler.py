@@ -13,7 +13,6 @@ from torch import fx, nn
 from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime import triton_heuristics
 from torch.fx.experimental import _config as symbolic
-from triton.runtime import driver
 
 from recsys import environment
 from recsys import protos as pb
@@ -113,25 +112,6 @@ def test_a_kernel_with_one_launch_is_not_run_as_it_is_compiled(monkeypatch, tmp_
     assert compile_double(tmp_path / "double.pt2"), "a CUDA graph can hold it"
     assert [kernel.done for kernel in kernels] == [["saved"], ["run"]]
     assert triton_heuristics.CachingAutotuner.run is before is not ours[0]
-
-
-def test_only_kernels_that_are_launched_from_python_get_a_launcher(monkeypatch):
-    """Triton compiles C code for each, and a package launches its kernels by itself."""
-    made = []
-
-    def make(source, metadata):
-        made.append((source, metadata))
-        return lambda *args: args
-
-    active = SimpleNamespace(launcher_cls=make)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(driver, "_active", active)
-    with corrected_inductor.corrected_inductor():
-        launchers = [active.launcher_cls(source, {}) for source in ("saved only", "tuned")]
-        assert made == []
-        assert launchers[1](1, 2) == launchers[1](1, 2) == (1, 2)
-    assert made == [("tuned", {})], "made once"
-    assert active.launcher_cls is make
 
 
 class Repetitive(nn.Module):
