@@ -21,10 +21,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 HOST = "127.0.0.1"
 """Address of the server: the load never goes to another machine."""
+
+ARROW = "application/vnd.apache.arrow.stream"
+"""Type of the bodies that are Arrow streams."""
 
 WINDOW = 60.0
 """Seconds of a soak that make a line."""
@@ -71,14 +75,19 @@ class Client:
         port: port of the server.
         connections: most connections. A further request waits for a connection, which counts as its latency.
         token: token to send with each request; None for none.
+        content_type: type of the bodies; None to send none.
     """
 
-    def __init__(self, port: int, connections: int, token: str | None = None) -> None:
+    def __init__(
+        self, port: int, connections: int, token: str | None = None, content_type: str | None = None
+    ) -> None:
         self._port, self._room = port, asyncio.Semaphore(connections)
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._headers = f"Host: {HOST}:{port}\r\n"
         if token is not None:
             self._headers += f"Authorization: Bearer {token}\r\n"
+        if content_type is not None:
+            self._headers += f"Content-Type: {content_type}\r\n"
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> Answer:
         """Sends a request and returns its answer.
@@ -145,13 +154,17 @@ async def offer(client: Client, path: str, bodies: list[bytes], rate: float, sec
 
 async def measure(flags: argparse.Namespace) -> None:
     """Measures all rates and prints a table."""
-    client = Client(flags.port, flags.connections, os.environ[flags.token_env] if flags.token_env else None)
+    token = os.environ[flags.token_env] if flags.token_env else None
+    client = Client(flags.port, flags.connections, token, ARROW if flags.arrow else None)
     described = json.loads(_require(await client.ask("GET", "/openapi.json")).body)
     path = "/score" if "/score" in described["paths"] else "/recommend"
     fields = described["components"]["schemas"]["Row"]["properties"]
     table = pq.read_table(flags.input).slice(0, 1000)
-    rows = table.select([name for name in table.column_names if name in fields]).to_pylist()
-    bodies = [json.dumps({"rows": [row]}).encode() for row in rows]
+    table = table.select([name for name in table.column_names if name in fields])
+    if flags.arrow:
+        bodies = [arrow_stream(table.slice(row, 1)) for row in range(table.num_rows)]
+    else:
+        bodies = [json.dumps({"rows": [row]}).encode() for row in table.to_pylist()]
     _require(await client.ask("POST", path, bodies[0]))
     await offer(client, path, bodies, min(flags.rate), 2)
     if flags.soak:
@@ -169,6 +182,14 @@ async def measure(flags: argparse.Namespace) -> None:
         numbers = [f"{rate:g}", f"{offered.throughput:.0f}", *times, f"{100 * busy:.0f} %", answers]
         print(f"| {' | '.join(numbers)} |", flush=True)
     client.close()
+
+
+def arrow_stream(table: pa.Table) -> bytes:
+    """Returns a table as an Arrow IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
 
 
 async def soak(client: Client, path: str, bodies: list[bytes], rate: float, seconds: float) -> None:
@@ -230,6 +251,7 @@ def main() -> int:
     parser.add_argument(
         "--token-env", metavar="NAME", help="environment variable that holds the server's token"
     )
+    parser.add_argument("--arrow", action="store_true", help="send Arrow streams in place of JSON")
     about = "seconds; offers the first rate for so long and prints the server's memory over time"
     parser.add_argument("--soak", type=float, metavar="SECONDS", help=about)
     flags = parser.parse_args()

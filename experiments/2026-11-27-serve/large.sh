@@ -25,8 +25,11 @@ for _ in $(seq 120); do
     kill -0 $server || { tail -n 5 "$runs/serve.log"; exit 1; }
     sleep 1
 done
-python scripts/bench_http.py --port "$port" --input "$runs/requests.parquet" --seconds "${SECONDS_A_RATE:-5}" \
-    --rate ${RATES:-5 20 40 80 120 160}
+for body in "" --arrow; do
+    echo "bodies: ${body:-JSON}"
+    python scripts/bench_http.py --port "$port" --input "$runs/requests.parquet" --seconds "${SECONDS_A_RATE:-5}" \
+        --rate ${RATES:-5 20 40 80 120 160} $body
+done
 python "$here/long_requests.py" stages "http://127.0.0.1:$port/metrics"
 kill -TERM $server
 wait $server && echo "the server ended with exit code 0"

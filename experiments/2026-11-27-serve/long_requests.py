@@ -27,6 +27,7 @@ import torch
 
 from recsys import environment
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 SAMPLE = pq.read_table("tests/data/kuairand/test.parquet")
 
 
@@ -89,13 +90,21 @@ def time_steps(path: Path, folder: Path, repeats: int) -> None:
     environment.import_torchrec_quietly()
     from pydantic_core import to_json
     from recsys.inference.package import Package
+    from recsys.data.schema.contract import file_columns
+    from recsys.serving.arrow_schema import ArrowSchema
     from recsys.serving.batch_scorer import _ORIGIN, BatchScorer
     from recsys.serving.model import Prepared, row_batch, schema_of
+    from recsys.serving.rows import ArrowRows, JsonRows
     from recsys.serving.schema import RequestLimits
+    from scripts.bench_http import arrow_stream
 
     scorer = BatchScorer(Package(folder))
-    schema = schema_of(scorer.loaded, RequestLimits(64, 10_000, 10_000))
-    names = {*schema.request.model_json_schema()["$defs"]["Row"]["properties"]}
+    limits = RequestLimits(64, 10_000, 10_000)
+    schema = schema_of(scorer.loaded, limits)
+    columns = ArrowSchema(file_columns(scorer.loaded.pipeline, "predict"), schema.keys, limits)
+    names = schema.request.model_json_schema()["$defs"]["Row"]["properties"]
+    table = pq.read_table(path)
+    table = table.select([name for name in table.column_names if name in names])
     taken: dict[str, list[float]] = {}
 
     def step(name, function, *arguments):
@@ -104,23 +113,27 @@ def time_steps(path: Path, folder: Path, repeats: int) -> None:
         taken.setdefault(name, []).append(1000 * (time.thread_time() - start))
         return result
 
-    rows = pq.read_table(path).to_pylist()
+    def scored(form: str, rows) -> dict:
+        batch = step(f"{form}: columns to send", row_batch, schema, [Prepared(rows, 0, range(1))], False)
+        sent = step(f"{form}: pickled", pickle.dumps, batch)
+        received = step(f"{form}: unpickled", pickle.loads, sent)
+        made = step(f"{form}: made a table", scorer._tables.table, received.columns, received.streams)
+        block = step(f"{form}: checked and converted", scorer._predictor.convert, made, _ORIGIN)
+        return step(f"{form}: scored", scorer._score, block)
+
     for number in range(repeats):
-        row = {name: value for name, value in rows[number % len(rows)].items() if name in names}
-        body = json.dumps({"rows": [row]}).encode()
-        request = step("read and checked by pydantic", schema.parse, body)
-        batch = row_batch(schema, [Prepared(request.rows, 0, range(1))], False)
-        sent = step("pickled", pickle.dumps, batch)
-        received = step("unpickled", pickle.loads, sent)
-        table = step("made a table", scorer._tables.table, received.columns)
-        block = step("checked and converted", scorer._predictor.convert, table, _ORIGIN)
-        columns = step("scored", scorer._score, block)
-        answer = {"rows": [{"candidates": row["candidate_item_id"], **{name: values[0] for name, values in columns.items()}}]}
+        row = table.slice(number % table.num_rows, 1)
+        body, stream = json.dumps({"rows": row.to_pylist()}).encode(), arrow_stream(row)
+        request = step("JSON: read and checked by pydantic", schema.parse, body)
+        answered = scored("JSON", JsonRows(schema, request.rows))
+        rows = step("Arrow: read and checked", lambda stream=stream: ArrowRows(columns.parse(stream)))
+        assert scored("Arrow", rows) == answered
+        answer = {"rows": [{"candidates": rows.values("candidate_item_id")[0]} | {name: values[0] for name, values in answered.items()}]}
         step("answer by json.dumps", json.dumps, answer)
         step("answer by pydantic", to_json, answer)
-    print(f"{len(body) / 1000:.0f} KB of JSON")
+    print(f"{len(body) / 1000:.1f} KB of JSON, {len(stream) / 1000:.1f} KB of Arrow")
     for name, times in taken.items():
-        print(f"{name}: {statistics.median(times[5:]):.2f} ms")
+        print(f"{name}: {statistics.median(times[5:]):.3f} ms")
 
 
 def print_stages(url: str) -> None:

@@ -31,6 +31,13 @@ def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """Returns the type of the values within any lists."""
+    while is_list(kind):
+        kind = kind.value_type
+    return kind
+
+
 def integers(values: pa.Array) -> np.ndarray:
     """Converts an integer array to int64; nulls become 0."""
     if values.null_count:

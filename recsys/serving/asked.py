@@ -4,12 +4,14 @@ import asyncio
 from contextlib import ExitStack
 from typing import Any
 
+from recsys.serving.arrow_schema import ArrowBody
 from recsys.serving.experiment import NAMES, Experiment
 from recsys.serving.metrics import Metrics
-from recsys.serving.model import Prepared, ServingModel
+from recsys.serving.model import Body, Prepared, ServingModel, users_of
 
-_SMALL = 1 << 16
-"""Largest body in bytes that is parsed in the event loop. Larger ones would keep other requests waiting."""
+_SMALL, _SMALL_STREAM = 1 << 16, 1 << 20
+"""Largest body in bytes, JSON or an Arrow stream, that is parsed in the event loop. Larger ones would keep
+other requests waiting."""
 
 
 class Asked:
@@ -28,11 +30,11 @@ class Asked:
         """Whether the packages search items."""
         return self._experiment.first.recommends
 
-    async def answer(self, body: bytes | dict[str, Any], until: float) -> dict[str, Any]:
+    async def answer(self, body: Body, until: float) -> dict[str, Any]:
         """Validates a request and scores its rows; returns the body of the response.
 
         Args:
-            body: JSON, or the object that it would describe.
+            body: JSON, the object that it would describe, or an Arrow stream.
             until: deadline, a time of `time.monotonic`.
 
         Raises:
@@ -42,7 +44,7 @@ class Asked:
         with ExitStack() as stack:
             models = [stack.enter_context(holder.use()) for holder in self._experiment.holders]
             first = models[0]
-            if isinstance(body, dict) or len(body) <= _SMALL:
+            if _is_small(body):
                 prepared = first.prepare(body)
             else:
                 prepared = await asyncio.to_thread(first.prepare, body)
@@ -53,12 +55,11 @@ class Asked:
 
     async def _divide(self, models: list[ServingModel], prepared: Prepared, until: float) -> dict[str, Any]:
         """Sends each row to the package of its user, and returns the answers in the order of the rows."""
-        schema = models[0].schema
-        arms = [self._experiment.arm(schema.user(row)) for row in prepared.rows]
+        arms = [self._experiment.arm(user) for user in users_of(models[0].schema, prepared.rows)]
         parts = {}
         for arm in sorted(set(arms)):
             places = [place for place, its in enumerate(arms) if its == arm]
-            parts[arm] = Prepared([prepared.rows[place] for place in places], prepared.k, places)
+            parts[arm] = Prepared(prepared.rows.take(places), prepared.k, places)
         answers = await asyncio.gather(
             *(self._score(arm, models[arm], part, until) for arm, part in parts.items())
         )
@@ -76,3 +77,9 @@ class Asked:
         rows = model.answer_rows(prepared, columns)
         self._metrics.rows.labels(NAMES[arm]).inc(len(rows))
         return rows
+
+
+def _is_small(body: Body) -> bool:
+    if isinstance(body, ArrowBody):
+        return len(body.stream) <= _SMALL_STREAM
+    return isinstance(body, dict) or len(body) <= _SMALL

@@ -57,7 +57,7 @@ class BatchScorer:
         """Converts the rows of a batch as one table, and scores them together."""
         began = time.perf_counter()
         # The time hardly depends on the number of rows.
-        block = self._predictor.convert(self._tables.table(batch.columns), _ORIGIN)
+        block = self._predictor.convert(self._tables.table(batch.columns, batch.streams), _ORIGIN)
         if batch.users is not None:
             block = replace(block, keys=pa.table({"user": pa.array(batch.users, pa.string())}))
         converted = time.perf_counter()

@@ -1,5 +1,6 @@
 """Messages between the server, which does without PyTorch, and a process that scores."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,11 +55,13 @@ class RowBatch(NamedTuple):
         columns: the columns that the package reads, each with a value per row.
         k: the number of items to recommend for each row; 0 for a model that scores candidates.
         users: by what a store of users knows each row; None without such a store.
+        streams: the same columns of further rows, as Arrow IPC streams.
     """
 
     columns: dict[str, list[Any]]
     k: int
     users: list[str | None] | None
+    streams: Sequence[bytes] = ()
 
 
 class Scored(NamedTuple):

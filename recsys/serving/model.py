@@ -4,20 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from recsys.config import features
+from recsys.data.schema.contract import file_columns
+from recsys.serving.arrow_schema import ArrowBody, ArrowSchema
 from recsys.serving.batcher import Batcher, BatchLimits
 from recsys.serving.messages import Columns, Loaded, Order, RowBatch
 from recsys.serving.metrics import Metrics
+from recsys.serving.rows import ArrowRows, JsonRows, Rows
 from recsys.serving.schema import (
-    MOST_FINDINGS,
-    Failure,
     Finding,
     InvalidRequestError,
     RequestLimits,
     RequestSchema,
     output_types,
+    unfit,
 )
 from recsys.serving.scoring_process import ScoringProcess
+
+Body = bytes | dict[str, Any] | ArrowBody
+"""A request: JSON, the object that it would describe, or an Arrow stream."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +32,12 @@ class Prepared:
     """A validated request.
 
     Attributes:
-        rows: pydantic models.
+        rows: its rows.
         k: number of items to recommend for each row; 0 for a model that scores candidates.
         places: the places of the rows in the request that they come from.
     """
 
-    rows: list[Any]
+    rows: Rows
     k: int
     places: Sequence[int]
 
@@ -61,6 +68,7 @@ class ServingModel:
         self.recommends = loaded.searched is not None
         self._candidates = None if self.recommends else features.candidate_item(self.pipeline)
         self.schema = schema_of(loaded, requests)
+        self._arrow = ArrowSchema(file_columns(self.pipeline, "predict"), self.schema.keys, requests)
         self._keeps_users, self._metrics = loaded.keeps_users, metrics
         self.batcher: Batcher[Prepared, Columns] = Batcher(self._run, batches, metrics.batch_rows.observe)
 
@@ -82,34 +90,38 @@ class ServingModel:
             self.process.kill()
         return ended
 
-    def prepare(self, body: bytes | dict[str, Any]) -> Prepared:
-        """Validates a request, as JSON or as an object. Its rows are converted with those of its batch.
+    def prepare(self, body: Body) -> Prepared:
+        """Validates a request. Its rows are converted with those of its batch.
+
+        Args:
+            body: JSON, the object that it would describe, or an Arrow stream.
 
         Raises:
-            InvalidRequestError: the body is not JSON, or does not fit the schema; names field and row.
+            InvalidRequestError: the body cannot be read, or does not fit the schema; names field and row.
         """
+        if isinstance(body, ArrowBody):
+            columns = self._arrow.parse(body.stream)
+            return Prepared(ArrowRows(columns), self.schema.count(body.k), range(columns.num_rows))
         request = self.schema.parse(body)
-        places = range(len(request.rows))
-        return Prepared(request.rows, request.k if self.recommends else 0, places)
+        k = request.k if self.recommends else 0
+        return Prepared(JsonRows(self.schema, request.rows), k, range(len(request.rows)))
 
     def answer_rows(self, prepared: Prepared, columns: Columns) -> list[dict[str, Any]]:
         """Returns the rows of the response: the columns of an answer beside the request's keys."""
-        rows = []
-        for i, given in enumerate(prepared.rows):
-            row = {name: self.schema.values(given, name) for name in self.schema.keys}
-            if self._candidates is not None:
-                row[self._candidates] = self.schema.values(given, self._candidates)
-            row |= {name: values[i] for name, values in columns.items()}
-            rows.append(row)
-        return rows
+        echoed = self.schema.keys + ([] if self._candidates is None else [self._candidates])
+        answered = {name: prepared.rows.values(name) for name in echoed} | columns
+        return [dict(zip(answered, row, strict=True)) for row in zip(*answered.values(), strict=True)]
 
     def _run(self, batch: Sequence[Prepared]) -> list[Columns | Exception]:
         """Has the rows of all requests scored together. A request with a bad row gets an error."""
-        scored = self.process.score(row_batch(self.schema, batch, self._keeps_users))
+        # `row_batch` puts rows of JSON first.
+        order = sorted(range(len(batch)), key=lambda i: batch[i].rows.columns is not None)
+        scored = self.process.score(row_batch(self.schema, [batch[i] for i in order], self._keeps_users))
         self._metrics.observe(scored)
-        answers: list[Columns | Exception] = []
+        answers: dict[int, Columns | Exception] = {}
         end = 0
-        for prepared in batch:
+        for i in order:
+            prepared = batch[i]
             start, end = end, end + len(prepared.rows)
             bad = {
                 place: scored.bad_rows[row]
@@ -117,13 +129,13 @@ class ServingModel:
                 if row in scored.bad_rows
             }
             if bad:
-                answers.append(_refused(bad))
+                answers[i] = _refused(bad)
                 continue
             mine = {name: values[start:end] for name, values in scored.columns.items()}
             if self.recommends:
                 mine = {name: [row[: prepared.k] for row in values] for name, values in mine.items()}
-            answers.append(mine)
-        return answers
+            answers[i] = mine
+        return [answers[i] for i in range(len(batch))]
 
 
 def schema_of(loaded: Loaded, requests: RequestLimits) -> RequestSchema:
@@ -134,17 +146,34 @@ def schema_of(loaded: Loaded, requests: RequestLimits) -> RequestSchema:
 
 
 def row_batch(schema: RequestSchema, batch: Sequence[Prepared], keeps_users: bool) -> RowBatch:
-    """Joins the rows of requests. A store of users knows them by the first key column, as text."""
-    rows = [row for prepared in batch for row in prepared.rows]
+    """Joins the rows of requests, of which those that came as JSON are the first.
+
+    A store of users knows them by the first key column, as text.
+    """
+    parts = [prepared.rows for prepared in batch]
     users = None
     if keeps_users:
-        users = [None if (user := schema.user(row)) is None else str(user) for row in rows]
-    return RowBatch(schema.columns(rows), max(prepared.k for prepared in batch), users)
+        users = [None if user is None else str(user) for rows in parts for user in users_of(schema, rows)]
+    models = [model for rows in parts for model in rows.models]
+    columns = schema.columns(models) if models else {}
+    streams = [_stream(schema, rows.columns) for rows in parts if rows.columns is not None]
+    return RowBatch(columns, max(prepared.k for prepared in batch), users, streams)
+
+
+def users_of(schema: RequestSchema, rows: Rows) -> list[Any]:
+    """Returns the first key column of rows; None for a row without it, or if the package has none."""
+    return rows.values(schema.keys[0]) if schema.keys else [None] * len(rows)
+
+
+def _stream(schema: RequestSchema, columns: pa.RecordBatch) -> bytes:
+    """Returns the columns that the package reads as an Arrow IPC stream."""
+    read = columns.select([name for name in schema.read if name in columns.schema.names])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, read.schema) as writer:
+        writer.write_batch(read)
+    return sink.getvalue().to_pybytes()
 
 
 def _refused(bad: dict[int, str]) -> InvalidRequestError:
     """Returns the error about a request's bad rows, given a sentence for each by its index."""
-    findings = [Finding(field=f"rows[{row}]", message=sentence) for row, sentence in bad.items()]
-    more = len(findings) - MOST_FINDINGS
-    said = f"rows are bad{f'; {more} more findings' if more > 0 else ''}"
-    return InvalidRequestError(422, Failure(error=said, findings=findings[:MOST_FINDINGS]))
+    return unfit([Finding(field=f"rows[{row}]", message=said) for row, said in bad.items()], "rows are bad")

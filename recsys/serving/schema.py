@@ -3,6 +3,7 @@
 A config may give features any name, so fields have neutral names, with the column's name as alias.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -60,6 +61,18 @@ class InvalidRequestError(Exception):
         self.status, self.failure = status, failure
 
 
+def refused(field: str, message: str) -> InvalidRequestError:
+    """Returns the error about a request that has one fault."""
+    return unfit([Finding(field=field, message=message)])
+
+
+def unfit(findings: list[Finding], error: str = "the request does not fit") -> InvalidRequestError:
+    """Returns the error about a request that has faults, with the first of them."""
+    more = len(findings) - MOST_FINDINGS
+    said = f"{error}{f'; {more} more findings' if more > 0 else ''}"
+    return InvalidRequestError(422, Failure(error=said, findings=findings[:MOST_FINDINGS]))
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     """Bounds of one request: its rows, and the events and candidates of each of them."""
@@ -80,6 +93,8 @@ class RequestSchema:
         limits: bounds of a request.
 
     Attributes:
+        keys: names of the key columns.
+        read: the columns that the package reads, and whether a request must have them.
         request: pydantic model of the body of a request.
         answer: pydantic model of the body of its answer.
     """
@@ -93,7 +108,8 @@ class RequestSchema:
         limits: RequestLimits,
     ) -> None:
         columns = file_columns(pipeline, "predict")
-        self._required = {column.name: column.required for column in columns}
+        self.read = {column.name: column.required for column in columns}
+        self._top, self._max_items = pipeline.predict.top_k, max_items
         taken = {column.name for column in columns}
         self.keys = list(key_columns)
         fields = {f"f{i}": _declared(column, limits) for i, column in enumerate(columns)}
@@ -110,8 +126,8 @@ class RequestSchema:
             "rows": (list[row], Field(min_length=1, max_length=limits.rows)),
         }
         if max_items is not None:
-            top = pipeline.predict.top_k
-            body["k"] = (Annotated[int, Field(ge=1, le=max_items)], Field(top, description="Items a row."))
+            count = Annotated[int, Field(ge=1, le=max_items)]
+            body["k"] = (count, Field(self._top, description="Items a row."))
         self.request = create_model("Request", __config__=_STRICT, **body)
         keys = {f"k{i}": (int | str | None, Field(None, alias=name)) for i, name in enumerate(key_columns)}
         values = {f"o{i}": (kind, Field(alias=name)) for i, (name, kind) in enumerate(outputs.items())}
@@ -149,16 +165,27 @@ class RequestSchema:
                 Finding(field=_place(error_entry["loc"]), message=error_entry["msg"])
                 for error_entry in errors
             ]
-            more = len(findings) - MOST_FINDINGS
-            said = f"the request does not fit{f'; {more} more findings' if more > 0 else ''}"
-            failure = Failure(error=said, findings=findings[:MOST_FINDINGS])
-            raise InvalidRequestError(422, failure) from None
+            raise unfit(findings) from None
+
+    def count(self, given: str | None) -> int:
+        """Returns the number of items a row that a URL asks for; 0 for a model that scores candidates.
+
+        Raises:
+            InvalidRequestError: it is not a number of items that can be recommended.
+        """
+        if self._max_items is None:
+            return 0
+        if given is None:
+            return self._top
+        if not re.fullmatch("[0-9]{1,9}", given) or not 1 <= int(given) <= self._max_items:
+            raise refused("k", f"give an integer from 1 to {self._max_items}")
+        return int(given)
 
     def columns(self, rows: list[Any]) -> dict[str, list[Any]]:
         """Returns the columns that the package reads, of validated rows of any requests."""
         columns: dict[str, list[Any]] = {}
         fields = [vars(row) for row in rows]
-        for name, required in self._required.items():
+        for name, required in self.read.items():
             values = [row[self._names[name]] for row in fields]
             if not required and None in values:
                 if all(value is None for value in values):
@@ -179,10 +206,6 @@ class RequestSchema:
     def values(self, row: Any, name: str) -> Any:
         """Returns the value of a column of a validated row."""
         return getattr(row, self._names[name])
-
-    def user(self, row: Any) -> Any:
-        """Returns the first key column of a validated row; None if the row or the package has none."""
-        return self.values(row, self.keys[0]) if self.keys else None
 
 
 def _declared(column: FileColumn, limits: RequestLimits) -> tuple[Any, Any]:

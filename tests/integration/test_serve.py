@@ -3,6 +3,7 @@ that a client sends, or a reload, or SIGTERM, costs another client its answer.""
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,8 +25,10 @@ import pytest
 from recsys import files
 from tests.integration.runs import ROOT, command, finish, wait_for
 from tests.tools import forks
+from tests.tools.arrow_streams import stream_of
 from tests.tools.forks import start_command
 
+ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 TOKEN = "a-secret-of-forty-characters-or-so-123456"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -71,6 +74,11 @@ def rows_for(client: httpx.Client, rows: list[dict]) -> list[dict]:
     """The fields of rows that the server's OpenAPI document names."""
     fields = client.get("/openapi.json").json()["components"]["schemas"]["Row"]["properties"]
     return [{name: value for name, value in row.items() if name in fields} for row in rows]
+
+
+def asked_by_stream(client: httpx.Client, rows: list[dict], path: str = "/score") -> httpx.Response:
+    """The answer to rows that are sent as an Arrow stream, in two batches."""
+    return client.post(path, content=stream_of(pa.Table.from_pylist(rows), 1 + len(rows) // 2), headers=ARROW)
 
 
 def predicted(exported, folder, count: int) -> SimpleNamespace:
@@ -170,6 +178,42 @@ def test_scores_are_those_of_predict_for_one_client_and_for_many(server, rows, e
     assert resident == pytest.approx(resident_bytes(*server.scoring()), rel=0.1)
 
 
+def test_rows_may_come_as_an_arrow_stream(server, rows, expected):
+    for given in (rows, rows[3:4]):
+        answer = asked_by_stream(server.client, given)
+        posted = server.client.post("/score", json={"rows": given})
+        assert answer.status_code == 200 and answer.json().keys() == posted.json().keys()
+        assert same(answer.json()["rows"], posted.json()["rows"])
+    described = server.client.get("/openapi.json").json()["paths"]["/score"]["post"]
+    assert ARROW["Content-Type"] in described["requestBody"]["content"] and "parameters" not in described
+    without = [{name: value for name, value in row.items() if name != "user_id"} for row in rows]
+    assert asked_by_stream(server.client, without).json()["rows"][0]["user_id"] is None
+    # As a file, it has columns in any order and of any integers.
+    small = pa.Table.from_pylist(rows[:2]).select(sorted(rows[0]))
+    hour = small.column_names.index("hour")
+    small = small.set_column(hour, "hour", small["hour"].cast(pa.int8()))
+    answer = server.client.post("/score", content=stream_of(small), headers=ARROW)
+    assert same(answer.json()["rows"], expected.answers[:2])
+
+
+def test_a_damaged_stream_is_answered_and_costs_nothing_else(server, rows):
+    draw, whole = random.Random(0), stream_of(pa.Table.from_pylist(rows[:2]))
+    statuses = set()
+    for _ in range(60):
+        body = bytearray(whole)
+        for _ in range(draw.choice((1, 4))):
+            body[draw.randrange(len(body))] = draw.randrange(256)
+        statuses.add(server.client.post("/score", content=bytes(body), headers=ARROW).status_code)
+    assert statuses == {200, 400, 422}
+    for body, status in ((b"", 400), (b'{"rows": []}', 400), (whole[:900], 400)):
+        answer = server.client.post("/score", content=body, headers=ARROW)
+        assert answer.status_code == status and "Arrow IPC stream" in answer.json()["error"]
+    assert server.client.post("/score", content=b" " * (1 << 21), headers=ARROW).status_code == 413
+    # Other types of bodies are JSON.
+    answer = server.client.post("/score", content=whole, headers={"Content-Type": "application/x-arrow"})
+    assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]
+
+
 def test_recommendations_are_those_of_predict(retriever, tmp_path):
     wanted = predicted(retriever, tmp_path, 12)
     with serving(retriever.package) as running:
@@ -187,6 +231,13 @@ def test_recommendations_are_those_of_predict(retriever, tmp_path):
             refused = running.client.post("/recommend", json={"rows": asked, "k": k})
             assert refused.status_code == 422 and refused.json()["findings"][0]["field"] == "k"
         assert running.client.post("/score", json={"rows": asked}).status_code == 404
+        assert same(asked_by_stream(running.client, asked, "/recommend?k=4").json()["rows"], [
+            row | {name: row[name][:4] for name in ("item_id", "score")} for row in wanted.answers
+        ])  # fmt: skip
+        assert same(asked_by_stream(running.client, asked, "/recommend").json()["rows"], wanted.answers)
+        for k in (0, 10**6, "2.5", "", "\u0663", -1):
+            refused = asked_by_stream(running.client, asked, f"/recommend?k={k}")
+            assert refused.status_code == 422 and refused.json()["findings"][0]["field"] == "k"
         # Without a token there is no reload.
         assert running.client.post("/reload").status_code == 403
 
@@ -236,6 +287,9 @@ def test_a_bad_row_is_told_by_field_and_row(server, rows, name, value, field, me
     assert answer.status_code == 422, answer.text
     finding = answer.json()["findings"][0]
     assert finding["field"] == field and message in finding["message"]
+    if field == "rows[1]":
+        by_stream = asked_by_stream(server.client, [rows[0], rows[0] | {name: value}])
+        assert (by_stream.status_code, by_stream.json()) == (422, answer.json())
     assert "bad_rows" not in answer.text and "Correct the file" not in answer.text
 
 
@@ -244,10 +298,13 @@ def test_a_bad_row_spares_the_requests_of_its_batch(packages, rows, expected):
     patient = ("--max-wait-ms", 20_000, "--deadline-ms", 60_000)
     with serving(packages / "first", *patient, "--max-batch", 4) as running:
         bad = rows[2] | {"request_time": -5}
-        asked = [[rows[0]], [rows[1], bad], [rows[3]]]
-        post = lambda given: running.client.post("/score", json={"rows": given})  # noqa: E731
+        by_json = lambda *given: running.client.post("/score", json={"rows": given})  # noqa: E731
+        by_stream = lambda *given: asked_by_stream(running.client, given)  # noqa: E731
         with ThreadPoolExecutor(3) as threads:
-            first, second, third = threads.map(post, asked)
+            first = threads.submit(by_stream, rows[0])
+            second = threads.submit(by_stream, rows[1], bad)
+            third = threads.submit(by_json, rows[3])
+        first, second, third = (future.result() for future in (first, second, third))
         # They were scored in one batch, in spite of the bad row.
         assert "requests failed" not in running.process.output()
         text = running.client.get("/metrics").text

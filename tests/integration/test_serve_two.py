@@ -14,7 +14,7 @@ import pytest
 
 from recsys import files
 from tests.integration.runs import command
-from tests.integration.test_serve import predicted, rows_for, said_by_serve, same, serving
+from tests.integration.test_serve import asked_by_stream, predicted, rows_for, said_by_serve, same, serving
 
 NASTY = '<script>alert("1")</script> & co'
 
@@ -41,6 +41,8 @@ def test_users_are_divided_and_stay_where_they_are(ranker, twins, tmp_path):
             whole = running.client.post("/score", json={"rows": asked}).json()
             assert same(whole["rows"], wanted.answers)
             seen.append(whole["models"])
+            by_stream = asked_by_stream(running.client, asked).json()
+            assert by_stream["models"] == whole["models"] and same(by_stream["rows"], whole["rows"])
             versions = running.client.get("/readyz").json()["model"].split()
             if attempt == 0:
                 by_user = {row["user_id"]: model for row, model in zip(asked, whole["models"], strict=True)}
@@ -68,7 +70,10 @@ def check_one_row_at_a_time(client, asked, models):
     counted = {
         name: float(text.split(f'recsys_rows_total{{package="{name}"}} ')[1].split()[0]) for name in "AB"
     }
-    in_order = Counter("A" if model.startswith("step-40-") else "B" for model in [*models, *models[:6]])
+    in_order = Counter(
+        "A" if model.startswith("step-40-") else "B" for model in [*models, *models, *models[:6]]
+    )
+    # All rows were asked for twice.
     assert counted == in_order
     for name, step in (("A", 40), ("B", 41)):
         assert f'recsys_model_info{{package="{name}",version="step-{step}-' in text

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 from scripts import bench_http
@@ -149,6 +150,28 @@ def test_a_connection_that_the_server_closed_is_not_used_again():
     assert asyncio.run(run()) == (["200", "200"], 2)
 
 
+def test_a_row_is_sent_as_a_stream_of_its_type():
+    sent = []
+
+    async def answer(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        sent.append((head, await reader.readexactly(int(head.split("Content-Length: ")[1].split("\r\n")[0]))))
+        writer.write(b"HTTP/1.1 200 X\r\ncontent-length: 0\r\n\r\n")
+
+    async def run(body):
+        listening = await asyncio.start_server(answer, bench_http.HOST, 0)
+        client = Client(listening.sockets[0].getsockname()[1], 1, content_type=bench_http.ARROW)
+        await client.ask("POST", "/x", body)
+        client.close()
+        listening.close()
+
+    table = pa.table({"user_id": [7, 8], "uih_item": [[1], [2, 3]]})
+    asyncio.run(run(bench_http.arrow_stream(table.slice(1, 1))))
+    ((head, body),) = sent
+    assert "\r\nContent-Type: application/vnd.apache.arrow.stream\r\n" in head
+    assert pa.ipc.open_stream(body).read_all().to_pylist() == [{"user_id": 8, "uih_item": [2, 3]}]
+
+
 def test_only_this_machine_can_be_loaded():
     assert bench_http.HOST == "127.0.0.1"
-    assert list(inspect.signature(Client).parameters) == ["port", "connections", "token"]
+    assert list(inspect.signature(Client).parameters) == ["port", "connections", "token", "content_type"]

@@ -3,17 +3,22 @@
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from recsys import protos as pb
+from recsys.data.schema.contract import file_columns
 from recsys.errors import ConfigError
 from recsys.inference.predictor import Predictor
 from recsys.inference.shared_rows import BlockScores
 from recsys.inference.stored_scores import StoredScores
+from recsys.serving.arrow_schema import ArrowSchema
 from recsys.serving.batch_scorer import BatchScorer
 from recsys.serving.model import Prepared, row_batch, schema_of
+from recsys.serving.rows import ArrowRows, JsonRows
 from recsys.serving.schema import RequestLimits
 from tests.inference.test_shared_rows import TABLE, Watched, pipeline_of
+from tests.tools.arrow_streams import stream_of
 
 LIMITS = RequestLimits(10, 100, 100)
 ROW = TABLE.slice(1, 1).to_pylist()[0]
@@ -38,7 +43,7 @@ def test_a_user_is_known_by_the_first_key_column_or_by_history(tmp_path, monkeyp
 
     def ask(*rows: dict) -> Counter:
         """Asks for each row in a request of its own, together in one batch."""
-        requests = [Prepared(schema.parse({"rows": [row]}).rows, 0, [0]) for row in rows]
+        requests = [Prepared(JsonRows(schema, schema.parse({"rows": [row]}).rows), 0, [0]) for row in rows]
         scored = scorer.score(row_batch(schema, requests, scorer.loaded.keeps_users))
         for name in ("is_click", "watch_time"):
             assert scored.columns[name][-1] == pytest.approx(expected[name][0].as_py(), abs=1e-5)
@@ -52,6 +57,18 @@ def test_a_user_is_known_by_the_first_key_column_or_by_history(tmp_path, monkeyp
     assert ask(older, row | {"user_id": 7}) == {"reused": 1, "encoded": 1}
     assert ask(nobody) == {"encoded": 1}
     assert ask(older, nobody) == {"reused": 2}
+    # A stream has columns of the same users, here with the user as a text.
+    columns = ArrowSchema(file_columns(pipeline_of(), "predict"), schema.keys, LIMITS)
+    table = pa.Table.from_pylist([older | {"user_id": str(row["user_id"])}, nobody])
+    mixed = [
+        Prepared(JsonRows(schema, schema.parse({"rows": [row | {"user_id": 8}]}).rows), 0, [0]),
+        Prepared(ArrowRows(columns.parse(stream_of(table))), 0, range(2)),
+    ]
+    scored = scorer.score(row_batch(schema, mixed, scorer.loaded.keeps_users))
+    assert +Counter(scored.ways) == {"reused": 2, "encoded": 1}
+    for name in ("is_click", "watch_time"):
+        for scores in scored.columns[name][::2]:
+            assert scores == pytest.approx(expected[name][0].as_py(), abs=1e-5)
 
 
 def test_a_package_without_the_programs_cannot_keep_users(tmp_path):
@@ -66,7 +83,8 @@ def test_a_batch_with_a_score_that_json_does_not_have_fails(tmp_path, monkeypatc
     schema = schema_of(scorer.loaded, LIMITS)
     fields = schema.request.model_json_schema()["$defs"]["Row"]["properties"]
     row = {name: value for name, value in ROW.items() if name in fields}
-    batch = row_batch(schema, [Prepared(schema.parse({"rows": [row]}).rows, 0, [0])], True)
+    rows = JsonRows(schema, schema.parse({"rows": [row]}).rows)
+    batch = row_batch(schema, [Prepared(rows, 0, [0])], True)
     scores = scorer.score(batch).columns["is_click"]
     flat = np.full((len(scores[0]), len(scorer.loaded.outputs)), score, np.float32)
     monkeypatch.setattr(BlockScores, "of", lambda self, block: flat)

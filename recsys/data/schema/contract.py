@@ -195,7 +195,7 @@ def _findings(schema: pa.Schema, wanted: list[FileColumn]) -> list[str]:
         problems = _presence(schema, column.name, column.required)
         findings += problems
         if not problems and column.name in schema.names:
-            findings += _type(schema.field(column.name).type, column)
+            findings += type_findings(schema.field(column.name).type, column)
     return findings
 
 
@@ -244,7 +244,8 @@ def _presence(schema: pa.Schema, name: str, required: bool) -> list[str]:
     return []
 
 
-def _type(kind: pa.DataType, column: FileColumn) -> list[str]:
+def type_findings(kind: pa.DataType, column: FileColumn) -> list[str]:
+    """Returns what is wrong with the type of a column; nothing if it suits all readers."""
     inner, depth = kind, 0
     while is_list(inner):
         inner, depth = inner.value_type, depth + 1

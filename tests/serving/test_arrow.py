@@ -1,0 +1,279 @@
+"""Rows as Arrow streams: good ones are read as they were written, and nothing that a stranger sends is
+unpacked, crashes the process, or takes much memory."""
+
+import random
+import struct
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recsys import protos as pb
+from recsys.config.feature_kinds import Values
+from recsys.data.schema.contract import FileColumn, Kind
+from recsys.serving import table as table_module
+from recsys.serving.arrow_schema import ArrowSchema
+from recsys.serving.arrow_stream import _Table, read_messages
+from recsys.serving.schema import InvalidRequestError, RequestLimits
+from recsys.serving.table import TableMaker
+from tests.tools.arrow_streams import stream_of
+
+
+def reader(values: Values) -> SimpleNamespace:
+    return SimpleNamespace(values=values, vocabulary=None)
+
+
+COLUMNS = [
+    FileColumn("request_time", pb.USER, Kind.TIME),
+    FileColumn("city", pb.USER, Kind.FEATURE, readers=(reader(Values.TEXT),)),
+    FileColumn("age", pb.USER, Kind.FEATURE, readers=(reader(Values.NUMBER),)),
+    FileColumn("uih_item", pb.HISTORY, Kind.FEATURE, readers=(reader(Values.ID),)),
+    FileColumn("uih_tag", pb.HISTORY, Kind.FEATURE, multi_valued=True, readers=(reader(Values.INTEGER),)),
+    FileColumn("candidate_item", pb.CANDIDATE, Kind.FEATURE, readers=(reader(Values.ID),)),
+    FileColumn("candidate_timestamps", pb.CANDIDATE, Kind.TIME, required=False),
+]
+SCHEMA = ArrowSchema(COLUMNS, ["user_id"], RequestLimits(rows=5, history=4, candidates=3))
+TABLE = pa.table(
+    {
+        "user_id": ["a", None, "c"],
+        "request_time": [10, 20, 30],
+        "city": ["Köln", "", "Rome"],
+        "age": [1.5, 2.0, float("nan")],
+        "uih_item": [[1, 2], [], [3]],
+        "uih_tag": [[[1], [2, 3]], [], [[]]],
+        "candidate_item": [[7, 8, 9], [7], [8]],
+    }
+)
+
+
+def changed(name: str, values, kind: pa.DataType | None = None) -> pa.Table:
+    """The table with a column in place of another one."""
+    return TABLE.set_column(TABLE.column_names.index(name), name, pa.array(values, kind))
+
+
+def refused(body: bytes) -> InvalidRequestError:
+    """The error about a stream, for which no more memory is taken than for a few numbers."""
+    ordinary = pa.default_memory_pool()
+    counting = pa.proxy_memory_pool(ordinary)
+    pa.set_memory_pool(counting)
+    try:
+        with pytest.raises(InvalidRequestError) as caught:
+            SCHEMA.parse(body)
+    finally:
+        pa.set_memory_pool(ordinary)
+    assert caught.value.status in (400, 422) and counting.max_memory() < 1 << 14
+    return caught.value
+
+
+def told(body: bytes) -> str:
+    """Everything that is said about a stream that is refused."""
+    return refused(body).failure.model_dump_json()
+
+
+def test_columns_are_read_as_they_were_written_in_any_number_of_batches():
+    for size in (None, 2, 1):
+        rows = SCHEMA.parse(stream_of(TABLE, size))
+        assert rows.schema.names == TABLE.column_names
+        assert str(rows.to_pylist()) == str(TABLE.to_pylist())
+    # Slices begin within buffers.
+    part = TABLE.slice(1, 2)
+    assert str(SCHEMA.parse(stream_of(part)).to_pylist()) == str(part.to_pylist())
+
+
+@pytest.mark.parametrize(
+    "ids", [pa.int8(), pa.uint16(), pa.int32(), pa.uint64(), pa.string(), pa.large_string()]
+)
+@pytest.mark.parametrize("listed", [pa.list_, pa.large_list])
+def test_types_are_cast_to_those_of_other_requests(ids, listed):
+    values = [[1, 2], [], [3]]
+    given = changed("uih_item", pa.array(values).cast(listed(ids)))
+    given = given.set_column(3, "age", pa.array([1, 2, 3], ids if pa.types.is_integer(ids) else pa.float32()))
+    rows = SCHEMA.parse(stream_of(given))
+    stored = pa.large_string() if ids in (pa.string(), pa.large_string()) else pa.int64()
+    assert rows.schema.field("uih_item").type == pa.list_(stored)
+    assert rows.column("uih_item").cast(pa.list_(pa.int64())).to_pylist() == values
+    assert rows.column("age").equals(pa.array([1.0, 2.0, 3.0]))
+    assert rows.schema.field("city").type == pa.large_string()
+
+
+def test_rows_of_json_and_of_streams_become_one_table(monkeypatch):
+    monkeypatch.setattr(table_module, "file_columns", lambda pipeline, mode: COLUMNS)
+    json = {
+        "request_time": [40],
+        "city": ["Bonn"],
+        "age": [3.0],
+        "uih_item": [["x", "y"]],
+        "uih_tag": [[[], [5]]],
+        "candidate_item": [[]],
+        "candidate_timestamps": [[]],
+    }
+    first, second = (SCHEMA.parse(stream_of(part)) for part in (TABLE.slice(0, 1), TABLE.slice(1, 2)))
+    names = [column.name for column in COLUMNS[:-1]]
+    streams = [stream_of(pa.table(part.select(names))) for part in (first, second)]
+    joined = TableMaker(pb.Pipeline()).table(json, streams)
+    assert joined["uih_item"].to_pylist() == [["x", "y"], ["1", "2"], [], ["3"]]
+    # Integers stay integers where all requests have them, also beside a list without a type.
+    assert joined["candidate_item"].to_pylist() == [[], [7, 8, 9], [7], [8]]
+    # The request's time stands for the times of candidates that a request leaves out.
+    assert joined["candidate_timestamps"].to_pylist() == [[], [10, 10, 10], [20], [30]]
+    assert joined["city"].to_pylist() == ["Bonn", "Köln", "", "Rome"]
+    alone = TableMaker(pb.Pipeline()).table({}, streams)
+    assert "candidate_timestamps" not in alone.column_names and alone.num_rows == 3
+
+
+LONG = [[1] * 5, [], []]
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "message"),
+    [
+        (TABLE.drop_columns(["age"]), "age", "missing"),
+        (TABLE.append_column("ages", pa.array([1, 2, 3])), "ages", "reads no such column; leave it out"),
+        (TABLE.append_column("age", pa.array([1, 2, 3])), "age", "occurs 2 times"),
+        (changed("request_time", [1.0, 2.0, 3.0]), "request_time", "is double; it must be int64 seconds"),
+        (changed("request_time", [2**63] * 3, pa.uint64()), "request_time", "not in range"),
+        (changed("city", [1, 2, 3]), "city", "it must be string"),
+        (changed("uih_item", [1, 2, 3]), "uih_item", "it must be list of int64 or string"),
+        (changed("user_id", [1.5, 2.5, 3.5]), "user_id", "a key is an integer or a text"),
+        (changed("uih_item", LONG), "rows[0].uih_item", "has 5 elements; it may have at most 4"),
+        (changed("candidate_item", LONG[::-1]), "rows[2].candidate_item", "at most 3"),
+        (pa.concat_tables([TABLE, TABLE]), "rows", "there are more than 5 rows"),
+        (TABLE.slice(0, 0), "rows", "send at least one row"),
+        (TABLE.select([]), "request_time", "missing"),
+    ],
+)  # fmt: skip
+def test_a_table_that_does_not_fit_is_told_by_column_and_row(table, field, message):
+    error = refused(stream_of(table))
+    told = {finding.field: finding.message for finding in error.failure.findings}
+    assert error.status == 422 and message in told[field]
+
+
+def test_rows_are_counted_over_batches():
+    late = pa.concat_tables([TABLE.slice(0, 2), changed("uih_item", LONG)])
+    assert refused(stream_of(late, 1)).failure.findings[0].field == "rows[2].uih_item"
+    assert "there are more than 5 rows" in told(stream_of(pa.concat_tables([TABLE] * 2), 2))
+    empty = pa.RecordBatch.from_pylist([], TABLE.schema)
+    assert "more than 5 batches" in told(stream_of([empty] * 6))
+    assert SCHEMA.parse(stream_of([empty, *TABLE.to_batches()])).num_rows == 3
+
+
+STRANGE = {
+    "null": pa.nulls(3),
+    "bool": pa.array([True] * 3),
+    "binary": pa.array([b"x"] * 3),
+    "float": pa.array([1, 2, 3], pa.float16()),
+    "timestamp": pa.array([1, 2, 3], pa.timestamp("s")),
+    "struct": pa.array([{"x": 1}] * 3),
+    "map": pa.array([[("x", 1)]] * 3, pa.map_(pa.string(), pa.int64())),
+    "fixed-size-list": pa.array([[1, 2]] * 3, pa.list_(pa.int64(), 2)),
+    "string-view": pa.array(["x"] * 3, pa.string_view()),
+    "list-view": pa.array([[1]] * 3, pa.list_view(pa.int64())),
+    "run-end-encoded": pa.RunEndEncodedArray.from_arrays([3], [1]),
+    "list of list of list": pa.array([[[[1]]]] * 3),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_type_that_is_not_accepted_is_told_by_its_column(name):
+    error = refused(stream_of(changed("age", STRANGE[name])))
+    (finding,) = error.failure.findings
+    assert error.status == 422 and finding.field == "age" and f"its type is {name}" in finding.message
+
+
+def nested(depth: int) -> pa.DataType:
+    return pa.list_(nested(depth - 1)) if depth else pa.int64()
+
+
+def test_small_streams_that_describe_much_are_refused_before_memory_is_taken():
+    zeros = [pa.record_batch({"age": np.zeros(1 << 20)})]
+    for codec in ("lz4", "zstd"):
+        assert "without compression" in told(stream_of(TABLE, compression=codec))
+        body = stream_of(zeros, compression=codec)
+        assert len(body) < 1 << 16 and refused(body)
+    nothing = pa.Array.from_buffers(pa.null(), 2**40, [None])
+    endless = stream_of([pa.record_batch([nothing], ["age"])], allow_64bit=True)
+    assert len(endless) < 1000 and "its type is null" in told(endless)
+    words = TABLE["city"].combine_chunks().dictionary_encode()
+    assert "dictionary-encoded" in told(stream_of(changed("city", words)))
+    marked = TABLE.schema.field("age").with_metadata({"ARROW:extension:name": "mine"})
+    extended = TABLE.cast(TABLE.schema.set(TABLE.column_names.index("age"), marked))
+    assert "extension type" in told(stream_of(extended))
+    assert "list of list of list" in told(stream_of(changed("age", [None] * 3, nested(60))))
+    assert "4,097 columns" in told(stream_of(pa.table({f"c{i}": [1] for i in range(4097)})))
+    assert "300 bytes" in told(stream_of(pa.table({"c" * 300: [1]})))
+    assert "1,048,576" in told(stream_of(TABLE.replace_schema_metadata({"pandas": "x" * (1 << 20)})))
+
+
+class Parts:
+    """Places of numbers in a stream, which can be changed.
+
+    Args:
+        number: number of the message, of which 0 is the schema.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.body = stream_of(TABLE)
+        message = list(read_messages(self.body))[number]
+        self.first = message.start - len(message.metadata)
+        self.header = _Table(message.metadata, struct.unpack_from("<I", message.metadata)[0]).table(2)
+
+    def changed(self, place: int, form: str, value: int) -> bytes:
+        """The stream with another number at a place in the message's metadata."""
+        body = bytearray(self.body)
+        struct.pack_into(form, body, self.first + place, value)
+        return bytes(body)
+
+
+def test_numbers_that_lie_are_found():
+    batch = Parts(1)
+    rows = batch.header.place(0)
+    for value, said in ((2**62, "more than 5 rows"), (-1, "batch of -1"), (4, "3 rows in a batch")):
+        assert said in told(batch.changed(rows, "<q", value))
+    # `uih_item` has number 4, after its lists come their values.
+    nodes, buffers = (batch.header.vector(field)[0] for field in (1, 2))
+    for value, said in ((2**62, "column uih_item"), (0, "column uih_item"), (-3, "an array has -3 values")):
+        assert said in told(batch.changed(nodes + 16 * 5, "<q", value))
+    # The offsets of the first column's texts: place and length.
+    for part, value in ((0, 2**62), (0, -8), (0, 4), (8, 2**62), (8, -1), (8, 24)):
+        assert "a buffer is not where it should be" in told(batch.changed(buffers + 16 + part, "<q", value))
+    assert "column user_id" in told(batch.changed(buffers + 24, "<q", 4))
+    schema = Parts(0)
+    # The byte order is read where the columns are, and is then not 0.
+    order, columns = schema.header.offsets + 4, schema.header.offsets + 6
+    entry = struct.unpack_from("<H", schema.body, schema.first + columns)[0]
+    assert "big-endian" in told(schema.changed(order, "<H", entry))
+    bad = pa.array([0, 1, 1, 1], pa.int32()).buffers()[1]
+    words = pa.StringArray.from_buffers(3, bad, pa.py_buffer(b"\xff"))
+    assert "column city" in told(stream_of(changed("city", words)))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"x", b"{}", b'{"rows": []}', b"\xff" * 100, b"\xff\xff\xff\xff" + bytes(4), bytes(1000)]
+)
+def test_a_body_that_is_no_stream_is_malformed(body):
+    error = refused(body)
+    assert error.status == 400 and error.failure.error.startswith("the body is not an Arrow IPC stream")
+
+
+def test_damaged_streams_are_read_or_refused_and_nothing_else_happens():
+    draw, whole = random.Random(0), stream_of(TABLE, 2)
+    outcomes = set()
+    for attempt in range(600):
+        body = bytearray(whole)
+        if attempt % 3 == 0:
+            del body[draw.randrange(len(body)) :]
+        for _ in range(draw.choice((1, 2, 8)) if attempt % 3 else 0):
+            place = draw.randrange(len(body))
+            body[place] = draw.choice((0, 1, 127, 128, 255, body[place] ^ (1 << draw.randrange(8))))
+        try:
+            rows = SCHEMA.parse(bytes(body))
+        except InvalidRequestError as error:
+            outcomes.add(error.status)
+            assert error.status in (400, 422) and len(error.failure.model_dump_json()) < 20_000
+        else:
+            outcomes.add(200)
+            # All values can be used.
+            rows.validate(full=True)
+            assert 0 < len(rows.to_pylist()) <= 5
+    assert outcomes == {200, 400, 422}
