@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys import protos as pb
-from recsys.data.arrow import first_line, is_text, value_type
+from recsys.data.arrow import first_line, is_text
 from recsys.data.schema.contract import FileColumn, type_findings
 from recsys.serving.arrow_stream import read_messages, read_rows, read_schema
 from recsys.serving.schema import (
@@ -23,7 +23,6 @@ from recsys.serving.schema import (
     refused,
     unfit,
 )
-from recsys.serving.table import stored_type
 
 CONTENT_TYPE = "application/vnd.apache.arrow.stream"
 
@@ -42,16 +41,14 @@ class ArrowBody:
 
 
 class _Plan(NamedTuple):
-    """The columns of streams with a certain schema.
+    """The columns of streams that begin with the same bytes.
 
     Attributes:
-        given: the schema of the stream.
-        stored: the schema that its columns are cast to.
+        schema: their names and types.
         most: for each column, the most elements of a list; None if it has none, or they are not bounded.
     """
 
-    given: pa.Schema
-    stored: pa.Schema
+    schema: pa.Schema
     most: list[int | None]
 
 
@@ -75,7 +72,7 @@ class ArrowSchema:
         self._plan = lru_cache(maxsize=16)(self._checked)
 
     def parse(self, stream: bytes) -> pa.RecordBatch:
-        """Returns the rows of a stream, of the types that a `TableMaker` makes.
+        """Returns the rows of a stream.
 
         Raises:
             InvalidRequestError: status 400 if this is no Arrow stream of the accepted kind, 422 if it does
@@ -85,7 +82,7 @@ class ArrowSchema:
             batches = self._batches(stream)
         except (StopIteration, struct.error):
             raise _malformed("it is cut off or damaged") from None
-        except ValueError as error:
+        except (ValueError, OSError, pa.ArrowException) as error:
             raise _malformed(first_line(error)) from None
         if len(batches) == 1:
             return batches[0]
@@ -96,12 +93,12 @@ class ArrowSchema:
         plan = self._plan(next(messages).metadata)
         memory, rows, batches = pa.py_buffer(stream), 0, []
         for count, message in enumerate(messages, 1):
-            batch = read_rows(memory, message, plan.given, rows, self._limits.rows)
+            batch = read_rows(memory, message, plan.schema, rows, self._limits.rows)
             if count > self._limits.rows:
                 raise refused("rows", f"the stream has more than {self._limits.rows} batches")
             if batch.num_rows:
                 self._require_lengths(batch, plan, rows)
-                batches.append(_cast(batch, plan))
+                batches.append(batch)
                 rows += batch.num_rows
         if not rows:
             raise refused("rows", "send at least one row")
@@ -128,14 +125,9 @@ class ArrowSchema:
                 findings.append(Finding(field=name, message="the column is missing"))
         if findings:
             raise unfit(findings)
-        stored = {
-            name: stored_type(self._columns[name], kind) if name in self._columns else kind
-            for name, kind in kinds.items()
-        }
         bounds = {pb.HISTORY: self._limits.history, pb.CANDIDATE: self._limits.candidates}
         most = {name: bounds[column.side] for name, column in self._columns.items() if column.side in bounds}
-        kept = pa.schema(list(stored.items()))
-        return _Plan(given, given if kept == given else kept, [most.get(name) for name in kinds])
+        return _Plan(given, [most.get(name) for name in kinds])
 
     def _require_lengths(self, batch: pa.RecordBatch, plan: _Plan, first_row: int) -> None:
         findings = []
@@ -148,21 +140,6 @@ class ArrowSchema:
                 findings.append(Finding(field=f"rows[{first_row + row}].{name}", message=said))
         if findings:
             raise unfit(findings)
-
-
-def _cast(batch: pa.RecordBatch, plan: _Plan) -> pa.RecordBatch:
-    """Casts the columns. Integers in a column of numbers may be rounded, as they are in JSON and in files."""
-    if plan.stored is plan.given:
-        return batch
-    arrays = []
-    for array, field in zip(batch.columns, plan.stored, strict=True):
-        if array.type != field.type:
-            try:
-                array = array.cast(field.type, safe=not pa.types.is_floating(value_type(field.type)))
-            except pa.ArrowInvalid as error:
-                raise refused(field.name, first_line(error)) from None
-        arrays.append(array)
-    return pa.RecordBatch.from_arrays(arrays, schema=plan.stored)
 
 
 def _malformed(reason: str) -> InvalidRequestError:

@@ -1,8 +1,8 @@
 """Reads Arrow IPC streams that come from strangers, and shares their memory.
 
 pyarrow's reader does what a stream says: it unpacks compressed buffers, and builds whatever a few bytes can
-describe. This reader accepts columns of integers, floating-point numbers, texts and lists of them. Everything
-else is refused before memory is taken for it, and every array is validated before it is used.
+describe. So columns of integers, floating-point numbers, texts and lists of them are accepted here, and all
+else is refused by the descriptions of schema and rows, before pyarrow reads the rows.
 
 The format: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
 Fields of its flatbuffers have the numbers that they have in `Message.fbs` and `Schema.fbs` of Arrow.
@@ -10,16 +10,15 @@ Fields of its flatbuffers have the numbers that they have in `Message.fbs` and `
 
 import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
-from recsys.data.arrow import is_text
 from recsys.serving.schema import refused
 
 _CONTINUATION = b"\xff\xff\xff\xff"
-_VERSIONS = (3, 4)
-"""Versions 4 and 5 of the format, which differ in nothing that is read here."""
+_VERSION = 4
+"""Version 5 of the format, of 2020. Version 4 had another way to say that buffers are compressed."""
 
 _SCHEMA, _RECORD_BATCH = 1, 3
 _INT, _FLOAT, _TEXT, _LIST, _LARGE_TEXT, _LARGE_LIST = 2, 3, 5, 12, 20, 21
@@ -33,8 +32,8 @@ _UNSIGNED = {8: pa.uint8(), 16: pa.uint16(), 32: pa.uint32(), 64: pa.uint64()}
 _FLOATS = {1: pa.float32(), 2: pa.float64()}
 _LISTS = {_LIST: pa.list_, _LARGE_LIST: pa.large_list}
 
-_MOST_COLUMNS, _LONGEST_NAME, _LONGEST_SCHEMA = 4096, 256, 1 << 20
-"""Bounds of a schema. Without them a few bytes that are referred to often could become much."""
+_MOST_COLUMNS, _LONGEST_NAME, _LONGEST = 4096, 256, 1 << 20
+"""Bounds of a schema, and bytes of a description, in which things that are referred to often become much."""
 
 
 class Message(NamedTuple):
@@ -42,12 +41,13 @@ class Message(NamedTuple):
 
     Attributes:
         metadata: the flatbuffer that describes it.
-        start: place in the stream at which its body begins.
-        size: bytes of the body.
+        start, stop: places in the stream at which it begins and ends.
+        size: bytes of its body.
     """
 
     metadata: bytes
     start: int
+    stop: int
     size: int
 
 
@@ -57,22 +57,25 @@ def read_messages(stream: bytes) -> Iterator[Message]:
     Raises:
         ValueError, struct.error: the stream is malformed.
     """
-    place = 0
-    while place < len(stream):
-        size = _number(stream, "<i", place + 4)
-        if stream[place : place + 4] != _CONTINUATION or size < 0:
-            raise ValueError(f"at byte {place} there is no message")
-        if size == 0:
+    start = 0
+    while start < len(stream):
+        length = _number(stream, "<i", start + 4)
+        if stream[start : start + 4] != _CONTINUATION or length < 0:
+            raise ValueError(f"at byte {start} there is no message")
+        if length > _LONGEST:
+            raise ValueError(f"a description has {length:,} bytes; at most {_LONGEST:,} are allowed")
+        if length == 0:
             return
-        start = place + 8 + size
-        metadata = stream[place + 8 : start]
+        metadata = stream[start + 8 : start + 8 + length]
         message = _Table(metadata, _number(metadata, "<I", 0))
-        place = start + message.number(3, "<q")
-        if not start <= place <= len(stream):
-            raise ValueError(f"the message at byte {start - 8 - size} is cut off")
-        if message.number(0, "<h") not in _VERSIONS:
-            raise ValueError("its version is too old or too new; versions 4 and 5 of Arrow's format are read")
-        yield Message(metadata, start, place - start)
+        size = message.number(3, "<q")
+        stop = start + 8 + length + size
+        if size < 0 or stop > len(stream):
+            raise ValueError(f"the message at byte {start} is cut off")
+        if message.number(0, "<h") != _VERSION or message.place(4) is not None:
+            raise ValueError("it is not of version 5 of Arrow's format, or its messages have metadata")
+        yield Message(metadata, start, stop, size)
+        start = stop
 
 
 def read_schema(metadata: bytes) -> pa.Schema:
@@ -83,18 +86,15 @@ def read_schema(metadata: bytes) -> pa.Schema:
         InvalidRequestError: byte order, or the type of a column, are not accepted.
     """
     schema = _header(metadata, _SCHEMA, "a schema")
-    if len(metadata) > _LONGEST_SCHEMA:
-        raise ValueError(f"its schema has {len(metadata):,} bytes; at most {_LONGEST_SCHEMA:,} are allowed")
     if schema.number(0, "<h"):
         raise refused("", "the stream is big-endian; send it little-endian")
     if b"ARROW:extension:name" in metadata:
         raise refused("", "a column has an extension type; send what it is stored as")
-    names = []
-    kinds = []
+    columns = []
     for field in schema.tables(1, _MOST_COLUMNS):
-        names.append(field.text(0))
-        kinds.append(_kind(field, names[-1], 0))
-    return pa.schema(list(zip(names, kinds, strict=True)))
+        name = field.text(0)
+        columns.append((name, _kind(field, name, 0)))
+    return pa.schema(columns)
 
 
 def read_rows(
@@ -105,13 +105,13 @@ def read_rows(
     Args:
         stream: the whole stream.
         message: a message of it.
-        schema: its schema.
+        schema: its schema, as `read_schema` returned it.
         before: number of rows in the messages before it.
         most: most rows of the stream.
 
     Raises:
-        ValueError, StopIteration, struct.error: the message is malformed.
-        InvalidRequestError: it is compressed, or has more rows.
+        ValueError, OSError, pa.ArrowException, struct.error: the message is malformed.
+        InvalidRequestError: it is compressed, or has too many rows.
     """
     header = _header(message.metadata, _RECORD_BATCH, "rows; dictionaries and tensors are not accepted")
     if header.place(3) is not None:
@@ -119,42 +119,16 @@ def read_rows(
     count = header.number(0, "<q")
     if before + count > most:
         raise refused("rows", f"there are more than {most:,} rows; send fewer at a time")
-    nodes, buffers = header.pairs(1), _buffers(stream, message, header)
-    arrays = []
-    for field in schema:
-        try:
-            array = _array(field.type, nodes, buffers)
-            array.validate(full=True)
-        except ValueError as error:
-            raise ValueError(f"column {field.name}: {error}") from None
-        if len(array) != count:
-            raise ValueError(f"column {field.name} has {len(array):,} rows in a batch of {count:,}")
-        arrays.append(array)
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def _buffers(stream: pa.Buffer, message: Message, header: "_Table") -> Iterator[pa.Buffer]:
-    """Yields the buffers of a message. None may share bytes with others, or could be copied many times."""
     end = 0
     for offset, length in header.pairs(2):
-        if not end <= offset <= offset + length <= message.size or (message.start + offset) % 8:
-            raise ValueError("a buffer is not where it should be: they follow each other, at multiples of 8")
+        # Buffers that share bytes could be copied many times.
+        if not end <= offset <= offset + length <= message.size:
+            raise ValueError("a buffer is not where it should be: they follow each other")
         end = offset + length
-        yield stream.slice(message.start + offset, length)
-
-
-def _array(kind: Any, nodes: Iterator[tuple[int, int]], buffers: Iterator[pa.Buffer]) -> pa.Array:
-    """Returns the next array, which has yet to be validated."""
-    (length, nulls), present, data = next(nodes), next(buffers), next(buffers)
-    if length < 0:
-        raise ValueError(f"an array has {length} values")
-    parts, children = [present if nulls and present.size else None, data], None
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        children = [_array(kind.value_type, nodes, buffers)]
-    elif is_text(kind):
-        parts.append(next(buffers))
-    # Buffers of an empty array may lack even the first offset.
-    return pa.Array.from_buffers(kind, length, parts, -1, 0, children) if length else pa.array([], kind)
+    whole = pa.ipc.read_message(stream.slice(message.start, message.stop - message.start))
+    rows = pa.ipc.read_record_batch(whole, schema)
+    rows.validate(full=True)
+    return rows
 
 
 def _kind(field: "_Table", column: str, depth: int) -> pa.DataType:

@@ -30,7 +30,7 @@ class TableMaker:
 
         Args:
             columns: columns of validated rows, each with a value per row; empty without such rows.
-            streams: further rows, as streams of columns that have the types of `stored_type`.
+            streams: further rows, as streams of columns whose types suit the package.
         """
         tables = [pa.ipc.open_stream(stream).read_all() for stream in streams]
         if columns:
@@ -58,15 +58,6 @@ class TableMaker:
         return pa.chunked_array([pa.ListArray.from_arrays(ends, pa.array(times))])
 
 
-def stored_type(column: FileColumn, given: pa.DataType) -> pa.DataType:
-    """Returns the type of a column in a table, given the type that a client chose, of which hashed ids keep
-    whether they are integers or texts."""
-    kind = _declared(column)
-    if kind is None:
-        kind = _listed(pa.large_string() if is_text(value_type(given)) else pa.int64(), column.depth)
-    return kind
-
-
 def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
     try:
         return pa.array(values, kind)
@@ -82,8 +73,9 @@ def _chained(parts: list[pa.ChunkedArray], column: FileColumn) -> pa.ChunkedArra
     kinds = {part.type for part in parts}
     if len(kinds) > 1:
         texts = any(is_text(value_type(kind)) for kind in kinds)
-        kind = _listed(pa.large_string() if texts else pa.int64(), column.depth)
-        parts = [part.cast(kind) for part in parts]
+        kind = _declared(column) or _listed(pa.large_string() if texts else pa.int64(), column.depth)
+        # Integers in a column of numbers may be rounded, as they are in JSON and in files.
+        parts = [part.cast(kind, safe=not pa.types.is_floating(value_type(kind))) for part in parts]
     return pa.chunked_array([chunk for part in parts for chunk in part.chunks])
 
 

@@ -81,45 +81,56 @@ def test_columns_are_read_as_they_were_written_in_any_number_of_batches():
     assert str(SCHEMA.parse(stream_of(part)).to_pylist()) == str(part.to_pylist())
 
 
-@pytest.mark.parametrize(
-    "ids", [pa.int8(), pa.uint16(), pa.int32(), pa.uint64(), pa.string(), pa.large_string()]
-)
-@pytest.mark.parametrize("listed", [pa.list_, pa.large_list])
-def test_types_are_cast_to_those_of_other_requests(ids, listed):
-    values = [[1, 2], [], [3]]
-    given = changed("uih_item", pa.array(values).cast(listed(ids)))
-    given = given.set_column(3, "age", pa.array([1, 2, 3], ids if pa.types.is_integer(ids) else pa.float32()))
-    rows = SCHEMA.parse(stream_of(given))
-    stored = pa.large_string() if ids in (pa.string(), pa.large_string()) else pa.int64()
-    assert rows.schema.field("uih_item").type == pa.list_(stored)
-    assert rows.column("uih_item").cast(pa.list_(pa.int64())).to_pylist() == values
-    assert rows.column("age").equals(pa.array([1.0, 2.0, 3.0]))
-    assert rows.schema.field("city").type == pa.large_string()
+JSON = {
+    "request_time": [40],
+    "city": ["Bonn"],
+    "age": [3.0],
+    "uih_item": [["x", "y"]],
+    "uih_tag": [[[], [5]]],
+    "candidate_item": [[]],
+    "candidate_timestamps": [[]],
+}
+READ = [column.name for column in COLUMNS[:-1]]
 
 
-def test_rows_of_json_and_of_streams_become_one_table(monkeypatch):
+@pytest.fixture
+def maker(monkeypatch):
     monkeypatch.setattr(table_module, "file_columns", lambda pipeline, mode: COLUMNS)
-    json = {
-        "request_time": [40],
-        "city": ["Bonn"],
-        "age": [3.0],
-        "uih_item": [["x", "y"]],
-        "uih_tag": [[[], [5]]],
-        "candidate_item": [[]],
-        "candidate_timestamps": [[]],
-    }
-    first, second = (SCHEMA.parse(stream_of(part)) for part in (TABLE.slice(0, 1), TABLE.slice(1, 2)))
-    names = [column.name for column in COLUMNS[:-1]]
-    streams = [stream_of(pa.table(part.select(names))) for part in (first, second)]
-    joined = TableMaker(pb.Pipeline()).table(json, streams)
+    return TableMaker(pb.Pipeline())
+
+
+def test_rows_of_json_and_of_streams_become_one_table(maker):
+    parts = (SCHEMA.parse(stream_of(part)) for part in (TABLE.slice(0, 1), TABLE.slice(1, 2)))
+    streams = [stream_of([part.select(READ)]) for part in parts]
+    joined = maker.table(JSON, streams)
     assert joined["uih_item"].to_pylist() == [["x", "y"], ["1", "2"], [], ["3"]]
     # Integers stay integers where all requests have them, also beside a list without a type.
     assert joined["candidate_item"].to_pylist() == [[], [7, 8, 9], [7], [8]]
     # The request's time stands for the times of candidates that a request leaves out.
     assert joined["candidate_timestamps"].to_pylist() == [[], [10, 10, 10], [20], [30]]
     assert joined["city"].to_pylist() == ["Bonn", "Köln", "", "Rome"]
-    alone = TableMaker(pb.Pipeline()).table({}, streams)
+    alone = maker.table({}, streams)
     assert "candidate_timestamps" not in alone.column_names and alone.num_rows == 3
+
+
+INTEGERS, TEXTS = [pa.int8(), pa.uint16(), pa.int32(), pa.uint64()], [pa.string(), pa.large_string()]
+
+
+@pytest.mark.parametrize("ids", INTEGERS + TEXTS)
+@pytest.mark.parametrize("listed", [pa.list_, pa.large_list])
+def test_requests_may_have_different_types(maker, ids, listed):
+    number = ids if ids in INTEGERS else pa.float32()
+    given = changed("candidate_item", pa.array([[1, 2], [], [3]]).cast(listed(ids)))
+    given = given.set_column(TABLE.column_names.index("age"), "age", pa.array([1, 2, 3], number))
+    rows = SCHEMA.parse(stream_of(given))
+    assert rows.schema == given.schema
+    joined = maker.table(JSON | {"candidate_item": [[9]]}, [stream_of([rows.select(READ)])])
+    expected = [[9], [1, 2], [], [3]]
+    if ids in TEXTS:
+        expected = [[str(item) for item in row] for row in expected]
+    assert joined["candidate_item"].to_pylist() == expected
+    assert joined["age"].to_pylist() == [3.0, 1.0, 2.0, 3.0]
+    assert joined.schema.field("city").type == pa.large_string()
 
 
 LONG = [[1] * 5, [], []]
@@ -132,7 +143,6 @@ LONG = [[1] * 5, [], []]
         (TABLE.append_column("ages", pa.array([1, 2, 3])), "ages", "reads no such column; leave it out"),
         (TABLE.append_column("age", pa.array([1, 2, 3])), "age", "occurs 2 times"),
         (changed("request_time", [1.0, 2.0, 3.0]), "request_time", "is double; it must be int64 seconds"),
-        (changed("request_time", [2**63] * 3, pa.uint64()), "request_time", "not in range"),
         (changed("city", [1, 2, 3]), "city", "it must be string"),
         (changed("uih_item", [1, 2, 3]), "uih_item", "it must be list of int64 or string"),
         (changed("user_id", [1.5, 2.5, 3.5]), "user_id", "a key is an integer or a text"),
@@ -205,6 +215,9 @@ def test_small_streams_that_describe_much_are_refused_before_memory_is_taken():
     assert "1,048,576" in told(stream_of(TABLE.replace_schema_metadata({"pandas": "x" * (1 << 20)})))
 
 
+MALFORMED = "the body is not an Arrow IPC stream that can be read: "
+
+
 class Parts:
     """Places of numbers in a stream, which can be changed.
 
@@ -215,7 +228,7 @@ class Parts:
     def __init__(self, number: int) -> None:
         self.body = stream_of(TABLE)
         message = list(read_messages(self.body))[number]
-        self.first = message.start - len(message.metadata)
+        self.first = message.start + 8
         self.header = _Table(message.metadata, struct.unpack_from("<I", message.metadata)[0]).table(2)
 
     def changed(self, place: int, form: str, value: int) -> bytes:
@@ -228,16 +241,16 @@ class Parts:
 def test_numbers_that_lie_are_found():
     batch = Parts(1)
     rows = batch.header.place(0)
-    for value, said in ((2**62, "more than 5 rows"), (-1, "batch of -1"), (4, "3 rows in a batch")):
+    for value, said in ((2**62, "more than 5 rows"), (-1, MALFORMED), (2, MALFORMED)):
         assert said in told(batch.changed(rows, "<q", value))
     # `uih_item` has number 4, after its lists come their values.
     nodes, buffers = (batch.header.vector(field)[0] for field in (1, 2))
-    for value, said in ((2**62, "column uih_item"), (0, "column uih_item"), (-3, "an array has -3 values")):
-        assert said in told(batch.changed(nodes + 16 * 5, "<q", value))
+    for value in (2**62, 0, -3):
+        assert MALFORMED in told(batch.changed(nodes + 16 * 5, "<q", value))
     # The offsets of the first column's texts: place and length.
-    for part, value in ((0, 2**62), (0, -8), (0, 4), (8, 2**62), (8, -1), (8, 24)):
+    for part, value in ((0, 2**62), (0, -8), (0, 0), (8, 2**62), (8, -1), (8, 24)):
         assert "a buffer is not where it should be" in told(batch.changed(buffers + 16 + part, "<q", value))
-    assert "column user_id" in told(batch.changed(buffers + 24, "<q", 4))
+    assert MALFORMED in told(batch.changed(buffers + 24, "<q", 4))
     schema = Parts(0)
     # The byte order is read where the columns are, and is then not 0.
     order, columns = schema.header.offsets + 4, schema.header.offsets + 6
@@ -245,7 +258,7 @@ def test_numbers_that_lie_are_found():
     assert "big-endian" in told(schema.changed(order, "<H", entry))
     bad = pa.array([0, 1, 1, 1], pa.int32()).buffers()[1]
     words = pa.StringArray.from_buffers(3, bad, pa.py_buffer(b"\xff"))
-    assert "column city" in told(stream_of(changed("city", words)))
+    assert MALFORMED in told(stream_of(changed("city", words)))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +266,7 @@ def test_numbers_that_lie_are_found():
 )
 def test_a_body_that_is_no_stream_is_malformed(body):
     error = refused(body)
-    assert error.status == 400 and error.failure.error.startswith("the body is not an Arrow IPC stream")
+    assert error.status == 400 and error.failure.error.startswith(MALFORMED)
 
 
 def test_damaged_streams_are_read_or_refused_and_nothing_else_happens():
