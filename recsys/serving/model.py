@@ -1,7 +1,8 @@
 """A package that answers requests: validation, and the queue in front of the process that scores rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
@@ -156,7 +157,8 @@ def row_batch(schema: RequestSchema, batch: Sequence[Prepared], keeps_users: boo
         users = [None if user is None else str(user) for rows in parts for user in users_of(schema, rows)]
     models = [model for rows in parts for model in rows.models]
     columns = schema.columns(models) if models else {}
-    streams = [_stream(schema, rows.columns) for rows in parts if rows.columns is not None]
+    batches = [_read(schema, rows.columns) for rows in parts if rows.columns is not None]
+    streams = [_stream(alike) for _, alike in groupby(batches, key=lambda batch: batch.schema)]
     return RowBatch(columns, max(prepared.k for prepared in batch), users, streams)
 
 
@@ -165,12 +167,17 @@ def users_of(schema: RequestSchema, rows: Rows) -> list[Any]:
     return rows.values(schema.keys[0]) if schema.keys else [None] * len(rows)
 
 
-def _stream(schema: RequestSchema, columns: pa.RecordBatch) -> bytes:
-    """Returns the columns that the package reads as an Arrow IPC stream."""
-    read = columns.select([name for name in schema.read if name in columns.schema.names])
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, read.schema) as writer:
-        writer.write_batch(read)
+def _read(schema: RequestSchema, columns: pa.RecordBatch) -> pa.RecordBatch:
+    """Returns the columns that the package reads, in its order."""
+    given = set(columns.schema.names)
+    return columns.select([name for name in schema.read if name in given])
+
+
+def _stream(batches: Iterable[pa.RecordBatch]) -> bytes:
+    """Returns rows with the same columns as an Arrow IPC stream."""
+    table, sink = pa.Table.from_batches(batches), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
     return sink.getvalue().to_pybytes()
 
 

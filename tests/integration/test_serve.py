@@ -188,12 +188,26 @@ def test_rows_may_come_as_an_arrow_stream(server, rows, expected):
     assert ARROW["Content-Type"] in described["requestBody"]["content"] and "parameters" not in described
     without = [{name: value for name, value in row.items() if name != "user_id"} for row in rows]
     assert asked_by_stream(server.client, without).json()["rows"][0]["user_id"] is None
-    # As a file, it has columns in any order and of any integers.
+    # As a file, it has columns in any order, of any integers and numbers.
     small = pa.Table.from_pylist(rows[:2]).select(sorted(rows[0]))
-    hour = small.column_names.index("hour")
-    small = small.set_column(hour, "hour", small["hour"].cast(pa.int8()))
+    for name, kind in (("hour", pa.int8()), ("uih_duration", pa.large_list(pa.float32()))):
+        place = small.column_names.index(name)
+        small = small.set_column(place, name, small[name].cast(kind))
     answer = server.client.post("/score", content=stream_of(small), headers=ARROW)
     assert same(answer.json()["rows"], expected.answers[:2])
+    long = len(rows[0]["uih_duration"])
+    for name, value, told in (
+        ("hour", None, "hour is null"),
+        ("uih_duration", None, "uih_duration is null. An empty list is written []"),
+        ("uih_duration", [1.0] * (long - 1) + [None], f"uih_duration[{long - 1}] is null"),
+        ("uih_duration", [float("nan")] * long, "uih_duration[0] is nan"),
+        ("uih_duration", [], "uih_duration has 0 items"),
+        ("uih_item_id", [-1] * long, "uih_item_id[0] is -1"),
+    ):
+        refused = asked_by_stream(server.client, [rows[0], rows[0] | {name: value}])
+        (finding,) = refused.json()["findings"]
+        assert refused.status_code == 422 and finding["field"] == "rows[1]"
+        assert finding["message"].startswith(told)
 
 
 def test_a_damaged_stream_is_answered_and_costs_nothing_else(server, rows):
