@@ -5,6 +5,7 @@ the key columns, the best items and their scores, and a generator's answer also 
 answers all rows of files.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -101,8 +102,8 @@ class Predictor:
         self.packer = Packer(self.pipeline, rule, MODE)
         self.collator = Collator.open(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)
-        # The last schema that was checked, since callers usually pass the same schema.
-        self._fits: pa.Schema | None = None
+        # The last schemas that were checked, since callers usually pass the same ones.
+        self._fit: deque[pa.Schema] = deque(maxlen=8)
         microbatch = self.settings.candidates_per_microbatch
         program = package if isinstance(package, EagerPackage) else PackageProgram(package)
         self.scorer = Scorer(program, self.pipeline, microbatch)
@@ -143,9 +144,9 @@ class Predictor:
         self, table: pa.Table, origin: Origin = ORIGIN, duplicates: Duplicates | None = None
     ) -> ColumnBlock:
         """Checks and converts the rows of one table; arguments and errors are those of `table`."""
-        if table.schema != self._fits:
+        if table.schema not in self._fit:
             check_schema(table.schema, self.pipeline, MODE, origin.path)
-            self._fits = table.schema
+            self._fit.append(table.schema)
         return self.converter.block(table, origin, duplicates)
 
     def answer(self, table: pa.Table, block: ColumnBlock) -> pa.Table:

@@ -16,6 +16,7 @@ from recsys import protos as pb
 from recsys.data.schema.vocabulary import mappings
 from recsys.data.sources import open_source
 from recsys.errors import DataError, RecsysError
+from recsys.inference import predictor
 from recsys.inference.item_embeddings import catalogue
 from recsys.inference.predict_files import _one_ahead, predict
 from recsys.inference.predictor import Predictor
@@ -93,15 +94,25 @@ def test_recommendations_are_the_best_of_all_ids(retriever):
 
 
 def test_a_table_that_does_not_fit_is_told_by_its_columns(retriever):
-    predictor = Predictor(retriever.package)
+    asked = Predictor(retriever.package)
     whole = table([3, 905], [7])
     with pytest.raises(DataError, match=r"^table: no column uih_item_id\."):
-        predictor.table(whole.drop(["uih_item_id"]))
+        asked.table(whole.drop(["uih_item_id"]))
     wrong = whole.set_column(1, "request_time", pa.array([1.0, 2.0]))
     with pytest.raises(DataError, match="table: column request_time is double; it must be int64 seconds"):
-        predictor.table(wrong)
+        asked.table(wrong)
     more = whole.append_column("price", pa.array(["a", "b"]))
-    assert predictor.table(more).equals(predictor.table(whole)) and predictor.table(whole).num_rows == 2
+    assert asked.table(more).equals(asked.table(whole)) and asked.table(whole).num_rows == 2
+
+
+def test_columns_are_checked_once_although_tables_take_turns(retriever, monkeypatch):
+    checked = []
+    monkeypatch.setattr(predictor, "check_schema", lambda schema, *rest: checked.append(schema))
+    whole, asked = table([3, 905], [7]), Predictor(retriever.package)
+    small = whole.set_column(1, "request_time", whole["request_time"].cast(pa.int32()))
+    for _ in range(3):
+        assert asked.table(whole).equals(asked.table(small))
+    assert checked == [whole.schema, small.schema]
 
 
 def test_an_index_that_looks_everywhere_recommends_the_same(retriever):
