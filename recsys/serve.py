@@ -36,6 +36,7 @@ def run(call: cli.Call) -> None:
         flags.item_names,
         flags.verify_key,
         user_store(flags),
+        flags.processes,
     )
     server.serve(
         folders(flags),

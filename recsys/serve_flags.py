@@ -78,6 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_store_flags(group)
     for name, kind, default, least, about in (
         ("port", int, 8000, 0, "port to listen on; 0 picks a free one"),
+        ("processes", int, 1, 1, "processes that score with a package, each with a copy of it"),
         ("max-wait-ms", float, 0.0, 0, "how long the first request of a batch waits for others"),
         ("max-batch", int, 64, 1, "most rows that are scored together"),
         ("max-queue", int, 128, 1, "most rows, and most requests, that may wait; others get a 503"),

@@ -5,7 +5,8 @@
 
 The flags are those of `recsys export`. The scoring graph is captured and compiled twice in each way, in turn, and no
 package is written. With --whole, the package is written as usual, and the seconds of each stage on the clock and of CPU
-are printed; stages of a GPU's packages are among them.
+are printed; stages of a GPU's packages are among them. With --untuned, each of Inductor's kernels has one launch only;
+with --compiled-launchers, Triton compiles one in C for each.
 """
 
 import copy
@@ -27,7 +28,7 @@ from recsys import environment
 environment.import_torchrec_quietly()
 
 from recsys import export  # noqa: E402
-from recsys.inference import compiler, exporter  # noqa: E402
+from recsys.inference import compiler, corrected_inductor, exporter  # noqa: E402
 from recsys.inference.graph_passes import shrink  # noqa: E402
 
 
@@ -84,6 +85,13 @@ timed(compile_fx, "aot_export_module", "decomposition")
 timed(graph.GraphLowering, "run", "lowering")
 timed(graph.GraphLowering, "codegen", "scheduling, code generation")
 timed(cpp_builder.CppBuilder, "build", "a C++ compilation or link")
+if "--untuned" in sys.argv:
+    sys.argv.remove("--untuned")
+    settings = compiler._settings
+    compiler._settings = lambda *given: {**settings(*given), "triton.autotune_pointwise": False}
+if "--compiled-launchers" in sys.argv:
+    sys.argv.remove("--compiled-launchers")
+    corrected_inductor._general_launchers = lambda compiled: compiled
 if "--whole" in sys.argv:
     sys.argv.remove("--whole")
     timed(cpp_wrapper_gpu.CppWrapperGpu, "generate_and_run_autotune_block", "kernels compiled and tuned")

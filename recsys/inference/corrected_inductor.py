@@ -6,11 +6,13 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._inductor import cpp_builder, cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, Grid2DWithYZOverflow
 from torch.utils import cpp_extension
 
@@ -40,6 +42,9 @@ WITHOUT_REGEX = (
 )
 """Texts of the header, and texts in their place."""
 
+MOST_ARGUMENTS = 100
+"""Most arguments of a kernel for PyTorch's launcher, which has room for 120 with those that it adds."""
+
 
 @contextmanager
 def corrected_inductor() -> Iterator[None]:
@@ -47,6 +52,11 @@ def corrected_inductor() -> Iterator[None]:
     with ExitStack() as stack:
         if platform.machine() in ("x86_64", "AMD64"):
             stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets))
+        if torch.cuda.is_available():
+            from triton.runtime import driver
+
+            launchers = _general_launchers(driver.active.launcher_cls)
+            stack.enter_context(replaced(driver.active, "launcher_cls", launchers))
         stack.enter_context(replaced(CachingAutotuner, "run", _run_if_tuned))
         stack.enter_context(replaced(Grid2DWithYZOverflow, "generate", _generate_guarded))
         if (folder := _changed_headers()) is not None:
@@ -58,6 +68,61 @@ def _instruction_sets() -> list[cpu_vec_isa.VecISA]:
     """Returns those with vectors of `cpp.simdlen` bits. For each one that the processor has, Inductor would
     compile and run programs, for half a minute in all, even if `cpp.vec_isa_ok` is set."""
     return [cpu_vec_isa.VecAVX2()] if torch.cpu._is_avx2_supported() else []
+
+
+class GeneralLauncher:
+    """Launches a Triton kernel with PyTorch's launcher, which takes any arguments.
+
+    Triton compiles a launcher in C for each kernel that it loads, .4 s each, and a package needs none: only
+    those of kernels that are tuned are called. PyTorch itself has its launcher take their place except where
+    it compiles C++.
+
+    Args:
+        source: what Triton compiled (an ASTSource).
+        metadata: Triton's metadata of the compiled kernel.
+
+    Raises:
+        NotImplementedError, KeyError, AttributeError: PyTorch's launcher cannot launch such a kernel.
+    """
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._kernel = StaticallyLaunchedCudaKernel(
+            SimpleNamespace(src=source, metadata=metadata, asm={"cubin": b""}, _cubin_path="", hash="")
+        )
+        attributes = metadata.launch_cooperative_grid or metadata.launch_pdl
+        if attributes or len(self._kernel.arg_tys) > MOST_ARGUMENTS:
+            raise NotImplementedError
+
+    def __call__(
+        self,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        stream: int,
+        function: int,
+        packed_metadata: Any,
+        launch_metadata: Any,
+        enter_hook: Any,
+        exit_hook: Any,
+        *values: Any,
+    ) -> None:
+        """Launches the loaded kernel `function`, as a launcher of Triton does."""
+        kernel = self._kernel
+        kernel.function = function
+        arguments = [value for i, value in enumerate(values) if i not in kernel.full_constexprs]
+        kernel.run(grid_x, grid_y, grid_z, stream, *arguments)
+
+
+def _general_launchers(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what makes launchers: general ones, or compiled ones for kernels that need them."""
+
+    def make(source: Any, metadata: Any) -> Any:
+        try:
+            return GeneralLauncher(source, metadata)
+        except (NotImplementedError, KeyError, AttributeError):
+            return compiled(source, metadata)
+
+    return make
 
 
 _run = CachingAutotuner.run

@@ -162,7 +162,7 @@ def create_app(
         waiting = [holder.current.batcher.waiting_rows for holder in experiment.holders]
         metrics.waiting_rows.set(sum(waiting))
         for name, holder in zip(NAMES, experiment.holders, strict=False):
-            if (memory := holder.current.process.memory_bytes) is not None:
+            if (memory := holder.current.memory_bytes) is not None:
                 metrics.scoring_memory.labels(name).set(memory)
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 

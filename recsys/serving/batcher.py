@@ -1,8 +1,8 @@
-"""Puts requests that wait at the same time into one batch, which a single thread has computed.
+"""Puts requests that wait at the same time into one batch, which one of a few threads has computed.
 
-The thread waits for a process that scores, which takes one batch after the other. The queue is bounded, and a
-request that could not be answered in time is never computed. All answers of a batch reach the event loop in
-one call: at each call the loop takes Python's lock, and the thread waits until it gets the lock back.
+Each thread waits for its process that scores, which takes one batch after the other. The queue is bounded,
+and a request that could not be answered in time is never computed. All answers of a batch reach the event
+loop in one call: at each call the loop takes Python's lock, and the thread waits until it gets the lock back.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Request, Answer = TypeVar("Request"), TypeVar("Answer")
+Run = Callable[[Sequence[Request]], Sequence[Answer | Exception]]
 
 log = logging.getLogger(__name__)
 
@@ -59,29 +60,33 @@ class _Waiting(Generic[Request, Answer]):
 
 
 class Batcher(Generic[Request, Answer]):
-    """A bounded queue and the thread that empties it. All requests come from one event loop.
+    """A bounded queue and the threads that empty it. All requests come from one event loop.
 
     Args:
-        run: computes one answer for each request of a batch, in order; an answer that is an exception is
-            raised for its request only. If `run` raises an error for several requests, it is called for each
-            of them alone, so that only those that cause the error get it.
+        runs: one for each thread. It computes one answer for each request of a batch, in order; an answer
+            that is an exception is raised for its request only. If it raises an error for several requests,
+            it is called for each of them alone, so that only those that cause the error get it.
         limits: bounds of batches and queue.
         observe: called with the number of rows of each batch.
     """
 
     def __init__(
         self,
-        run: Callable[[Sequence[Request]], Sequence[Answer | Exception]],
+        runs: "Sequence[Run[Request, Answer]]",
         limits: BatchLimits,
         observe: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        self._run, self._limits, self._observe = run, limits, observe
+        self._limits, self._observe = limits, observe
         self._queue: deque[_Waiting[Request, Answer]] = deque()
         self._rows = 0
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="forward", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, args=(run,), name=f"forward {number}", daemon=True)
+            for number, run in enumerate(runs)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting_rows(self) -> int:
@@ -90,19 +95,19 @@ class Batcher(Generic[Request, Answer]):
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether the thread is running."""
-        return self._thread.is_alive()
+        """Returns whether all threads are running."""
+        return all(thread.is_alive() for thread in self._threads)
 
     def submit(self, request: Request, rows: int, deadline: float) -> "asyncio.Future[Answer]":
         """Puts a request into the queue. Call it in the event loop that waits for the answer.
 
         Args:
-            request: the request, as `run` takes it.
+            request: the request, as `runs` take it.
             rows: number of rows of the request.
             deadline: time of `time.monotonic` after which nobody waits for the answer.
 
         Returns:
-            A future of the answer. Its error is that of `run`, or DeadlineError. Unless its computation has
+            A future of the answer. Its error is that of `runs`, or DeadlineError. Unless its computation has
             begun, a request whose future is cancelled is not computed.
 
         Raises:
@@ -122,18 +127,20 @@ class Batcher(Generic[Request, Answer]):
         return waiting.answer
 
     def close(self, timeout: float | None = None) -> bool:
-        """Stops accepting requests, answers the waiting ones, and ends the thread.
+        """Stops accepting requests, answers the waiting ones, and ends the threads.
 
         Returns:
             False if `timeout` seconds were not enough.
         """
         with self._changed:
             self._closed = True
-            self._changed.notify()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+            self._changed.notify_all()
+        until = None if timeout is None else time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self) -> None:
+    def _work(self, run: "Run[Request, Answer]") -> None:
         while batch := self._take():
             now = time.monotonic()
             late = [waiting for waiting in batch if waiting.deadline <= now]
@@ -143,21 +150,20 @@ class Batcher(Generic[Request, Answer]):
             live = [waiting for waiting in batch if waiting.deadline > now and not waiting.answer.cancelled()]
             if live:
                 self._observe(sum(waiting.rows for waiting in live))
-                self._answer(live)
+                self._answer(live, run)
 
     def _take(self) -> list[_Waiting[Request, Answer]]:
         """Waits for a batch; empty when the batcher is closed and nothing waits."""
         limits = self._limits
         with self._changed:
-            while not self._queue and not self._closed:
-                self._changed.wait()
-            if self._queue:
-                until = self._queue[0].arrived + limits.max_wait
-                while self._rows < limits.max_batch and not self._closed:
-                    seconds_left = until - time.monotonic()
-                    if seconds_left <= 0:
-                        break
+            # Another thread may empty the queue while this one waits for more rows.
+            while not self._queue or (seconds_left := self._seconds_left()) > 0:
+                if self._queue:
                     self._changed.wait(seconds_left)
+                elif self._closed:
+                    return []
+                else:
+                    self._changed.wait()
             batch: list[_Waiting[Request, Answer]] = []
             rows = 0
             while self._queue and (not batch or rows + self._queue[0].rows <= limits.max_batch):
@@ -166,9 +172,15 @@ class Batcher(Generic[Request, Answer]):
             self._rows -= rows
             return batch
 
-    def _answer(self, batch: Sequence[_Waiting[Request, Answer]]) -> None:
+    def _seconds_left(self) -> float:
+        """Returns how long the requests in the queue still wait for others."""
+        if self._closed or self._rows >= self._limits.max_batch:
+            return 0.0
+        return self._queue[0].arrived + self._limits.max_wait - time.monotonic()
+
+    def _answer(self, batch: Sequence[_Waiting[Request, Answer]], run: "Run[Request, Answer]") -> None:
         try:
-            answers = self._run([waiting.request for waiting in batch])
+            answers = run([waiting.request for waiting in batch])
             answered = list(zip(batch, answers, strict=True))
         except Exception as error:  # noqa: BLE001  whoever waits for the answer gets it
             if len(batch) == 1:
@@ -176,7 +188,7 @@ class Batcher(Generic[Request, Answer]):
                 return
             log.info("a batch of %d requests failed (%s), each is computed alone", len(batch), error)
             for waiting in batch:
-                self._answer([waiting])
+                self._answer([waiting], run)
         else:
             _deliver(answered)
 

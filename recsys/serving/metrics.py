@@ -44,7 +44,7 @@ class Metrics:
         )
         self.scoring_memory = Gauge(
             "recsys_scoring_resident_memory_bytes",
-            "Memory of the process that scores with a package, A or B.",
+            "Memory of the processes that score with a package, A or B.",
             ["package"],
             registry=self._registry,
         )

@@ -1,7 +1,8 @@
-"""A package that answers requests: validation, and the queue in front of the process that scores rows."""
+"""A package that answers requests: validation, and the queue in front of the processes that score rows."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 
 from recsys.config import features
 from recsys.data.schema.contract import file_columns
+from recsys.errors import ConfigError
 from recsys.serving.arrow_schema import ArrowBody, ArrowSchema
 from recsys.serving.batcher import Batcher, BatchLimits
 from recsys.serving.messages import Columns, Loaded, Order, RowBatch
@@ -22,7 +24,7 @@ from recsys.serving.schema import (
     output_types,
     unfit,
 )
-from recsys.serving.scoring_process import ScoringProcess
+from recsys.serving.scoring_process import ScoringProcess, start
 
 Body = bytes | dict[str, Any] | ArrowBody
 """A request: JSON, the object that it would describe, or an Arrow stream."""
@@ -44,13 +46,14 @@ class Prepared:
 
 
 class ServingModel:
-    """A package that answers requests: its process, the queue in front of it, and the schema of requests.
+    """A package that answers requests: its processes, the queue in front, and the schema of requests.
 
     Args:
         order: the package.
         requests: bounds of a request.
         batches: bounds of batches and of the queue.
         metrics: counts batches.
+        processes: number of processes, each of which loads the package and scores one batch at a time.
 
     Attributes:
         folder: folder of the package.
@@ -59,37 +62,69 @@ class ServingModel:
         recommends: True if it searches items, False if it scores candidates.
 
     Raises:
+        ConfigError: several processes are asked for, and the package keeps users.
         RecsysError, OSError, ImportError: the package cannot be used.
     """
 
-    def __init__(self, order: Order, requests: RequestLimits, batches: BatchLimits, metrics: Metrics) -> None:
-        self.process = ScoringProcess(order)
-        loaded = self.process.loaded
+    def __init__(
+        self,
+        order: Order,
+        requests: RequestLimits,
+        batches: BatchLimits,
+        metrics: Metrics,
+        processes: int = 1,
+    ) -> None:
+        self._processes = start(order, processes)
+        loaded = self._processes[0].loaded
+        if loaded.keeps_users and processes > 1:
+            self.kill()
+            raise ConfigError(
+                f"--processes: {order.folder} keeps users, whom one of several processes would not know; "
+                "give 1, or start several servers and send each user to one of them"
+            )
         self.folder, self.pipeline, self.version = order.folder, loaded.pipeline, loaded.version
         self.recommends = loaded.searched is not None
         self._candidates = None if self.recommends else features.candidate_item(self.pipeline)
         self.schema = schema_of(loaded, requests)
         self._arrow = ArrowSchema(file_columns(self.pipeline, "predict"), self.schema.keys, requests)
         self._keeps_users, self._metrics = loaded.keeps_users, metrics
-        self.batcher: Batcher[Prepared, Columns] = Batcher(self._run, batches, metrics.batch_rows.observe)
+        runs = [partial(self._run, process) for process in self._processes]
+        self.batcher: Batcher[Prepared, Columns] = Batcher(runs, batches, metrics.batch_rows.observe)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process and the thread that fills it are running."""
-        return self.batcher.is_alive and self.process.is_alive
+        """Whether the processes and the threads that fill them are running."""
+        return self.batcher.is_alive and all(process.is_alive for process in self._processes)
+
+    @property
+    def ending(self) -> str:
+        """Tells how a process has ended, as the end of a sentence."""
+        ended = [process for process in self._processes if not process.is_alive]
+        return (ended or self._processes)[0].ending
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Resident memory of the processes; None where the system does not tell."""
+        memory = [process.memory_bytes for process in self._processes]
+        return None if None in memory else sum(filter(None, memory))
 
     def close(self, timeout: float | None = None) -> bool:
-        """Answers waiting requests and ends the process.
+        """Answers waiting requests and ends the processes.
 
         Returns:
-            False if `timeout` seconds were not enough; the process was killed then.
+            False if `timeout` seconds were not enough; the processes were killed then.
         """
-        ended = self.batcher.close(timeout)
-        if ended:
-            self.process.close()
-        else:
-            self.process.kill()
-        return ended
+        if not self.batcher.close(timeout):
+            self.kill()
+            return False
+        for process in self._processes:
+            process.close()
+        return True
+
+    def kill(self) -> None:
+        """Ends the processes at once."""
+        for process in self._processes:
+            process.kill()
 
     def prepare(self, body: Body) -> Prepared:
         """Validates a request. Its rows are converted with those of its batch.
@@ -113,11 +148,11 @@ class ServingModel:
         answered = {name: prepared.rows.values(name) for name in echoed} | columns
         return [dict(zip(answered, row, strict=True)) for row in zip(*answered.values(), strict=True)]
 
-    def _run(self, batch: Sequence[Prepared]) -> list[Columns | Exception]:
+    def _run(self, process: ScoringProcess, batch: Sequence[Prepared]) -> list[Columns | Exception]:
         """Has the rows of all requests scored together. A request with a bad row gets an error."""
         # `row_batch` puts rows of JSON first.
         order = sorted(range(len(batch)), key=lambda i: batch[i].rows.columns is not None)
-        scored = self.process.score(row_batch(self.schema, [batch[i] for i in order], self._keeps_users))
+        scored = process.score(row_batch(self.schema, [batch[i] for i in order], self._keeps_users))
         self._metrics.observe(scored)
         answers: dict[int, Columns | Exception] = {}
         end = 0

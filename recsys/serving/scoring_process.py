@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,17 +46,10 @@ class ScoringError(Exception):
 
 
 class ScoringProcess:
-    """A running process that scores. Only one thread at a time may call `score`.
+    """A process that scores. Only one thread at a time may call `score`.
 
     Args:
         order: what to load.
-
-    Attributes:
-        loaded: facts about the package.
-
-    Raises:
-        RecsysError, OSError, ImportError: the package cannot be used.
-        ScoringEndedError: the process ended before the package was loaded.
     """
 
     def __init__(self, order: Order) -> None:
@@ -67,11 +61,16 @@ class ScoringProcess:
         theirs.close()
         # multiprocessing waits at exit for processes that are left, such as that of a reload in progress.
         self._at_exit = util.Finalize(None, self._process.kill, exitpriority=10)
-        try:
-            self.loaded: Loaded = self._receive()
-        except BaseException:
-            self.kill()
-            raise
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        """Facts about the package, once it is loaded.
+
+        Raises:
+            RecsysError, OSError, ImportError: the package cannot be used.
+            ScoringEndedError: the process ended before the package was loaded.
+        """
+        return self._receive()
 
     @property
     def is_alive(self) -> bool:
@@ -97,12 +96,13 @@ class ScoringProcess:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def score(self, batch: RowBatch) -> Scored:
-        """Scores a batch, and waits for the answer.
+        """Scores a batch once the package is loaded, and waits for the answer.
 
         Raises:
             ScoringError: the batch cannot be scored.
             ScoringEndedError: the process has ended.
         """
+        _ = self.loaded
         try:
             self._connection.send(batch)
         except OSError as error:
@@ -135,6 +135,26 @@ class ScoringProcess:
     def _ended(self) -> ScoringEndedError:
         self._process.join(_END_SECONDS)
         return ScoringEndedError(f"{self._process.name}: this process {self.ending}")
+
+
+def start(order: Order, count: int) -> list[ScoringProcess]:
+    """Starts processes that load the same package at the same time, and waits until all have.
+
+    Raises:
+        RecsysError, OSError, ImportError: the package cannot be used, or was replaced meanwhile.
+        ScoringEndedError: a process ended before the package was loaded.
+    """
+    processes: list[ScoringProcess] = []
+    try:
+        for _ in range(count):
+            processes.append(ScoringProcess(order))
+        if len({process.loaded.version for process in processes}) > 1:
+            raise RecsysError(f"{order.folder}: the package was replaced while it was loaded; load it again")
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    return processes
 
 
 # --- in the process ---------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class ServerSettings:
         item_names: file with the names of items for that page.
         verify_key: file of the public key that must have signed each package, also at a reload.
         store: fields that replace those of each package's store of users; None for what the package says.
+        processes: number of processes that score with each package.
     """
 
     host: str
@@ -58,6 +59,7 @@ class ServerSettings:
     item_names: str | None = None
     verify_key: Path | None = None
     store: pb.UserStore | None = None
+    processes: int = 1
 
 
 def serve(
@@ -83,7 +85,7 @@ def serve(
     def load(place: Path) -> ServingModel:
         level = logging.getLevelName(logging.getLogger("recsys").level)
         order = Order(place, settings.verify_key, settings.store, extensions.loaded(), level)
-        model = ServingModel(order, requests, batches, metrics)
+        model = ServingModel(order, requests, batches, metrics, settings.processes)
         _collect_garbage()
         return model
 
@@ -91,7 +93,7 @@ def serve(
         models = []
         for folder in folders:
             models.append(load(folder))
-            stack.callback(models[-1].process.kill)
+            stack.callback(models[-1].kill)
         experiment = Experiment(
             [
                 ModelHolder(model, load, partial(metrics.set_model, name))
@@ -163,7 +165,7 @@ def _end(experiment: Experiment, grace: float) -> None:
         raise RecsysError(f"a computation did not end within {grace:g} s and was cut off")
     for model in lost:
         raise RecsysError(
-            f"{model.folder}: the process that scores {model.process.ending}. The server stops, so that "
+            f"{model.folder}: the process that scores {model.ending}. The server stops, so that "
             "whatever started it can start it again"
         )
 

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import fx, nn
 from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 from torch.fx.experimental import _config as symbolic
 
 from recsys import environment
@@ -24,6 +27,7 @@ from recsys.inference.program import Program
 from recsys.models.signature import TensorSpec
 from recsys.ops import AttentionMask, SequenceLayout, offsets_from_lengths
 from recsys.ops.hstu_attention.work_list import row_work
+from tests.tools.assembled import compile_kernel, needs_compiler
 
 
 @pytest.mark.parametrize(
@@ -112,6 +116,29 @@ def test_a_kernel_with_one_launch_is_not_run_as_it_is_compiled(monkeypatch, tmp_
     assert compile_double(tmp_path / "double.pt2"), "a CUDA graph can hold it"
     assert [kernel.done for kernel in kernels] == [["saved"], ["run"]]
     assert triton_heuristics.CachingAutotuner.run is before is not ours[0]
+
+
+@triton.jit
+def _scale(x, factor, BLOCK: tl.constexpr, y, unused, n, repeats: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + i, tl.load(x + i, mask=i < n) * factor * repeats, mask=i < n)
+
+
+@needs_compiler
+def test_kernels_are_launched_without_a_launcher_compiled_for_each(monkeypatch, tmp_path):
+    """The driver gets a kernel's arguments without constants, and two empty ones that Triton adds."""
+    launched, compiled = [], []
+    native = SimpleNamespace(_launch_kernel=lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(StaticallyLaunchedCudaKernel, "C_impl", native)
+    types, constants = {"factor": "fp64", "n": "i32"}, {"BLOCK": 64, "unused": None, "repeats": 2}
+    kernel = compile_kernel(_scale, types, constants, tmp_path, other="*fp32")
+    make = corrected_inductor._general_launchers(lambda *arguments: compiled.append(arguments))
+    launch = make(kernel.src, kernel.metadata)
+    launch(5, 6, 7, 11, 22, "packed", None, None, None, "x", 0.5, 64, "y", None, 300, 2)
+    values = ("x", 0.5, "y", 300, None, None)
+    assert launched == [(22, 5, 6, 7, 4, kernel.metadata.shared, "OdOiOO", values, 11)] and not compiled
+    cooperative = kernel.metadata._replace(launch_cooperative_grid=True)
+    assert make(kernel.src, cooperative) is None and compiled == [(kernel.src, cooperative)]
 
 
 class Repetitive(nn.Module):

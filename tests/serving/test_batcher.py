@@ -27,7 +27,10 @@ def running_loop():
 
 
 class Batcher(tested.Batcher):
-    """Passes requests of any thread on to the event loop, and their answers back."""
+    """Has one thread unless more are asked for; passes requests of any thread on to the event loop."""
+
+    def __init__(self, run, *rest, threads=1):
+        super().__init__([run] * threads, *rest)
 
     def submit(self, request, rows, deadline) -> Future:
         accepted: Future[None] = Future()
@@ -208,7 +211,7 @@ def test_many_threads_get_each_its_own_answer_once():
 
 def test_answers_for_a_loop_that_has_ended_are_dropped_and_the_thread_goes_on():
     gate = Gate()
-    batcher = tested.Batcher(gate, limits())
+    batcher = tested.Batcher([gate], limits())
 
     async def ask(number: int) -> int:
         return await batcher.submit(number, 1, LATER)
@@ -221,3 +224,28 @@ def test_answers_for_a_loop_that_has_ended_are_dropped_and_the_thread_goes_on():
     gate.open()
     assert asyncio.run(ask(2)) == 4
     assert batcher.is_alive and batcher.close(5)
+
+
+def test_several_threads_compute_batches_at_the_same_time_and_each_once():
+    gate = Gate()
+    batcher = Batcher(gate, limits(max_batch=2), threads=2)
+    first = batcher.submit(0, 1, LATER)
+    assert gate.entered.acquire(timeout=5)
+    second = batcher.submit(1, 1, LATER)
+    assert gate.entered.acquire(timeout=5), "the second thread computes beside the first"
+    waiting = [batcher.submit(number, 1, LATER) for number in (2, 3, 4)]
+    assert batcher.waiting_rows == 3
+    gate.open()
+    assert [answer.result(5) for answer in (first, second, *waiting)] == [0, 2, 4, 6, 8]
+    assert sorted(sum(gate.batches, [])) == [0, 1, 2, 3, 4] and [2, 3] in gate.batches
+    assert batcher.is_alive and batcher.close(5) and not batcher.is_alive
+
+
+def test_a_thread_that_waits_for_more_rows_may_find_that_another_took_them():
+    gate = Gate(open_at_once=True)
+    batcher = Batcher(gate, limits(max_batch=2, max_wait=0.5), threads=3)
+    for round_ in range(2):
+        answers = [batcher.submit(10 * round_ + number, 1, LATER) for number in range(3)]
+        assert [answer.result(5) for answer in answers] == [20 * round_ + 2 * number for number in range(3)]
+    assert batcher.is_alive and batcher.waiting_rows == 0
+    assert sorted(map(len, gate.batches)) == [1, 1, 2, 2] and batcher.close(5)

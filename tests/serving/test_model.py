@@ -1,6 +1,7 @@
 """A package with a store of users, without HTTP and in one process: whom it knows again, and by what."""
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -8,12 +9,16 @@ import pytest
 
 from recsys import protos as pb
 from recsys.data.schema.contract import file_columns
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, RecsysError
 from recsys.inference.predictor import Predictor
 from recsys.inference.shared_rows import BlockScores
 from recsys.inference.stored_scores import StoredScores
+from recsys.serving import model, scoring_process
 from recsys.serving.arrow_schema import ArrowSchema
 from recsys.serving.batch_scorer import BatchScorer
+from recsys.serving.batcher import BatchLimits
+from recsys.serving.messages import Loaded, Order
+from recsys.serving.metrics import Metrics
 from recsys.serving.model import Prepared, row_batch, schema_of
 from recsys.serving.rows import ArrowRows, JsonRows
 from recsys.serving.schema import RequestLimits
@@ -74,6 +79,35 @@ def test_a_user_is_known_by_the_first_key_column_or_by_history(tmp_path, monkeyp
 def test_a_package_without_the_programs_cannot_keep_users(tmp_path):
     with pytest.raises(ConfigError, match="export it with export.cached_scoring: true"):
         served(tmp_path, cached=False)
+
+
+class Stub:
+    """Stands in for a process that has loaded a package."""
+
+    def __init__(self, version: str = "1", keeps_users: bool = False) -> None:
+        self.loaded = Loaded(pipeline_of(), version, ["is_click"], None, None, keeps_users)
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_several_processes_load_the_same_package(monkeypatch):
+    waiting = [Stub("1"), Stub("2"), Stub("2")]
+    started = list(waiting)
+    monkeypatch.setattr(scoring_process, "ScoringProcess", lambda order: waiting.pop(0))
+    with pytest.raises(RecsysError, match="^a: the package was replaced while it was loaded; load it again$"):
+        scoring_process.start(Order(Path("a")), 2)
+    assert [process.killed for process in started] == [True, True, False]
+    assert scoring_process.start(Order(Path("a")), 1) == [started[2]]
+
+
+def test_users_are_kept_by_a_single_process(monkeypatch):
+    processes = [Stub(keeps_users=True), Stub(keeps_users=True)]
+    monkeypatch.setattr(model, "start", lambda order, count: processes)
+    with pytest.raises(ConfigError, match="--processes: a keeps users, .*; give 1, or start several servers"):
+        model.ServingModel(Order(Path("a")), LIMITS, BatchLimits(1, 0.0, 1), Metrics(), processes=2)
+    assert all(process.killed for process in processes)
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])

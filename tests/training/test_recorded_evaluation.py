@@ -9,7 +9,6 @@ import torch
 
 import recsys
 from recsys import config
-from recsys.api import fitting
 from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
 from recsys.training import padded_inputs, recorded_step, trainer
@@ -175,7 +174,7 @@ def test_an_evaluation_from_python_makes_its_recorder(monkeypatch):
         made.append(EvaluationRecorder(*arguments[:2], record=False))
         return made[0]
 
-    monkeypatch.setattr(fitting, "evaluation_recorder_for", make)
+    monkeypatch.setattr("recsys.api.fitting.evaluation_recorder_for", make)
     assert recsys.evaluate(model, rows) == pytest.approx(expected, rel=1e-5, nan_ok=True)
     assert len(made) == 1 and made[0]._inputs
 

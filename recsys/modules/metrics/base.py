@@ -9,8 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
+
+
+def several_processes() -> bool:
+    """Returns whether metrics have to be synchronized.
+
+    torchmetrics asks only whether there is a process group. A training has one even if it is a single
+    process, and each state of each metric would cost it a barrier and one or two collectives.
+    """
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class SumMetric(Metric):
@@ -26,7 +36,7 @@ class SumMetric(Metric):
 
     def __init__(self, sums: tuple[str, ...]):
         # A cached value would skip the collectives in which the other ranks wait.
-        super().__init__(compute_with_cache=False)
+        super().__init__(compute_with_cache=False, distributed_available_fn=several_processes)
         for key in sums:
             self.add_state(key, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -96,7 +106,7 @@ class AllRows(Metric):
     }
 
     def __init__(self) -> None:
-        super().__init__(compute_with_cache=False)
+        super().__init__(compute_with_cache=False, distributed_available_fn=several_processes)
         for key in self._DTYPES:
             self.add_state(key, [], dist_reduce_fx="cat")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from recsys.modules.metrics.base import check_shapes
+from recsys.modules.metrics.base import check_shapes, several_processes
 
 NUM_BINS = 10
 """Number of bins of the diagram."""
@@ -48,7 +48,7 @@ class Reliability(Metric):
     sums: Tensor
 
     def __init__(self, num_bins: int = NUM_BINS):
-        super().__init__(compute_with_cache=False)
+        super().__init__(compute_with_cache=False, distributed_available_fn=several_processes)
         self.num_bins = num_bins
         # Per cell: the number of candidates, and the sums of weights, weighted predictions and weighted
         # labels.

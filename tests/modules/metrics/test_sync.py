@@ -67,3 +67,15 @@ def test_the_value_of_one_process(two_ranks, case):
                 assert (
                     math.isclose(synced, value, rel_tol=1e-12) or math.isnan(synced) and math.isnan(value)
                 ), kind
+
+
+def test_a_process_that_is_alone_in_its_group_synchronizes_nothing(monkeypatch):
+    """There is no group here, so a collective would raise an error."""
+    expected = compute_all([slice(0, 50), slice(50, 90)])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
+    actual = compute_all([slice(0, 50), slice(50, 90)])
+    assert actual == {kind: pytest.approx(values, rel=0, nan_ok=True) for kind, values in expected.items()}
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    with pytest.raises(ValueError, match="process group"):
+        compute_all([slice(0, 90)])
