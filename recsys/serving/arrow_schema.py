@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +12,7 @@ import pyarrow as pa
 from recsys import protos as pb
 from recsys.data.arrow import first_line, is_text
 from recsys.data.schema.contract import FileColumn, type_findings
-from recsys.serving.arrow_stream import read_messages, read_rows, read_schema
+from recsys.serving.arrow_stream import is_accepted, read_batches, read_schema
 from recsys.serving.schema import (
     MOST_FINDINGS,
     Failure,
@@ -25,6 +24,9 @@ from recsys.serving.schema import (
 )
 
 CONTENT_TYPE = "application/vnd.apache.arrow.stream"
+
+_LONGEST_NAME = 256
+"""Most characters of a column's name, which an answer may repeat."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,6 @@ class ArrowBody:
 
     stream: bytes
     k: str | None
-
-
-class _Plan(NamedTuple):
-    """The columns of streams that begin with the same bytes.
-
-    Attributes:
-        schema: their names and types.
-        most: for each column, the most elements of a list; None if it has none, or they are not bounded.
-    """
-
-    schema: pa.Schema
-    most: list[int | None]
 
 
 class ArrowSchema:
@@ -67,9 +57,11 @@ class ArrowSchema:
         self, columns: Sequence[FileColumn], key_columns: Sequence[str], limits: RequestLimits
     ) -> None:
         self._columns = {column.name: column for column in columns}
-        self._keys, self._limits = key_columns, limits
+        self._keys, self._most_rows = key_columns, limits.rows
+        bounds = {pb.HISTORY: limits.history, pb.CANDIDATE: limits.candidates}
+        self._longest = {column.name: bounds[column.side] for column in columns if column.side in bounds}
         # Clients send the same schema again and again. Its description takes longer to read than the rows.
-        self._plan = lru_cache(maxsize=16)(self._checked)
+        self._schema_of = lru_cache(maxsize=16)(self._checked)
 
     def parse(self, stream: bytes) -> pa.RecordBatch:
         """Returns the rows of a stream.
@@ -80,8 +72,8 @@ class ArrowSchema:
         """
         try:
             batches = self._batches(stream)
-        except (StopIteration, struct.error):
-            raise _malformed("it is cut off or damaged") from None
+        except struct.error:
+            raise _malformed("it is damaged") from None
         except (ValueError, OSError, pa.ArrowException) as error:
             raise _malformed(first_line(error)) from None
         if len(batches) == 1:
@@ -89,29 +81,32 @@ class ArrowSchema:
         return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
 
     def _batches(self, stream: bytes) -> list[pa.RecordBatch]:
-        messages = read_messages(stream)
-        plan = self._plan(next(messages).metadata)
-        memory, rows, batches = pa.py_buffer(stream), 0, []
-        for count, message in enumerate(messages, 1):
-            batch = read_rows(memory, message, plan.schema, rows, self._limits.rows)
-            if count > self._limits.rows:
-                raise refused("rows", f"the stream has more than {self._limits.rows} batches")
+        rows, batches = 0, []
+        for count, batch in enumerate(read_batches(stream, self._schema_of), 1):
+            for what, number in (("rows", rows + batch.num_rows), ("batches", count)):
+                if number > self._most_rows:
+                    raise refused("rows", f"there are more than {self._most_rows:,} {what}; send fewer")
             if batch.num_rows:
-                self._require_lengths(batch, plan, rows)
+                self._require_lengths(batch, rows)
                 batches.append(batch)
                 rows += batch.num_rows
         if not rows:
             raise refused("rows", "send at least one row")
         return batches
 
-    def _checked(self, metadata: bytes) -> _Plan:
-        """Compares the columns of a stream with those that the package reads."""
-        given = read_schema(metadata)
+    def _checked(self, description: bytes) -> pa.Schema:
+        """Returns the schema of a stream, whose columns are among those that the package reads."""
+        given = read_schema(description)
         kinds = dict(zip(given.names, given.types, strict=True))
         findings = []
         for name, count in Counter(given.names).items():
+            if len(name) > _LONGEST_NAME:
+                raise _malformed(f"the name of a column has {len(name):,} characters")
             if count > 1:
                 findings.append(Finding(field=name, message=f"the column occurs {count} times; send it once"))
+            elif not is_accepted(kinds[name]):
+                said = "send integers, float32, float64, string or lists of these, without a dictionary"
+                findings.append(Finding(field=name, message=f"its type is {kinds[name]}; {said}"[:500]))
             elif name in self._columns:
                 problems = type_findings(kinds[name], self._columns[name])
                 findings += [Finding(field=name, message=problem) for problem in problems]
@@ -125,13 +120,12 @@ class ArrowSchema:
                 findings.append(Finding(field=name, message="the column is missing"))
         if findings:
             raise unfit(findings)
-        bounds = {pb.HISTORY: self._limits.history, pb.CANDIDATE: self._limits.candidates}
-        most = {name: bounds[column.side] for name, column in self._columns.items() if column.side in bounds}
-        return _Plan(given, [most.get(name) for name in kinds])
+        return given
 
-    def _require_lengths(self, batch: pa.RecordBatch, plan: _Plan, first_row: int) -> None:
+    def _require_lengths(self, batch: pa.RecordBatch, first_row: int) -> None:
         findings = []
-        for array, name, most in zip(batch.columns, batch.schema.names, plan.most, strict=True):
+        for array, name in zip(batch.columns, batch.schema.names, strict=True):
+            most = self._longest.get(name)
             if most is None or len(array.values) <= most:
                 continue
             lengths = np.diff(array.offsets.to_numpy())
