@@ -41,11 +41,17 @@ def read_batches(stream: bytes, schema_of: Callable[[bytes], pa.Schema]) -> Iter
     if first.metadata.size > _LONGEST:
         raise ValueError(f"its schema has {first.metadata.size:,} bytes; at most {_LONGEST:,} are allowed")
     schema = schema_of(first.metadata.to_pybytes())
+    place = first.metadata.size
     for message in messages:
         if message.type != "record batch":
             raise ValueError(f"there is a {message.type} where it should have rows")
         if _is_compressed(message.metadata.to_pybytes()):
             raise refused("", "the stream is compressed; send it without compression")
+        place += message.metadata.size
+        if place % 8:
+            # Numbers would lie where the processor, or compiled code, may not expect them.
+            raise ValueError("its messages are not padded to multiples of 8 bytes")
+        place += message.body.size
         batch = pa.ipc.read_record_batch(message, schema)
         batch.validate(full=True)
         # Columns that share bytes could be copied many times.

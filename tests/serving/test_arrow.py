@@ -172,7 +172,7 @@ STRANGE = {
     "null": pa.nulls(3),
     "bool": pa.array([True] * 3),
     "binary": pa.array([b"x"] * 3),
-    "halffloat": pa.array([1, 2, 3], pa.float16()),
+    "halffloat": pa.array(np.array([1, 2, 3], np.float16)),
     "timestamp": pa.array([1, 2, 3], pa.timestamp("s")),
     "struct": pa.array([{"x": 1}] * 3),
     "map": pa.array([[("x", 1)]] * 3, pa.map_(pa.string(), pa.int64())),
@@ -198,7 +198,7 @@ def nested(depth: int) -> pa.DataType:
 
 
 def test_small_streams_that_describe_much_are_refused_before_memory_is_taken():
-    zeros = [pa.record_batch({"age": np.zeros(1 << 20)})]
+    zeros = [pa.record_batch([np.zeros(1 << 20)], ["age"])]
     for codec in ("lz4", "zstd"):
         assert "without compression" in told(stream_of(TABLE, compression=codec))
         body = stream_of(zeros, compression=codec)
@@ -258,6 +258,11 @@ def test_numbers_that_lie_are_found():
         assert MALFORMED in told(batch.changed(place, "<q", value)), (place, value)
     version = _place(batch.description, batch.message, 0)
     assert "not of version 5" in told(batch.changed(version, "<h", 3))
+    # Four bytes more at the end of the schema's description, to which nothing in it refers.
+    schema = Parts(number=0)
+    length = len(schema.description)
+    longer = schema.changed(-4, "<i", length + 4)
+    assert "not padded" in told(longer[: 8 + length] + bytes(4) + longer[8 + length :])
     bad = pa.array([0, 1, 1, 1], pa.int32()).buffers()[1]
     words = pa.StringArray.from_buffers(3, bad, pa.py_buffer(b"\xff"))
     assert MALFORMED in told(stream_of(changed("city", words)))
