@@ -152,7 +152,7 @@ def between(least: float, most: float, kind: type[int] | type[float] = int) -> C
             value = float("nan")
         if not least <= value <= most:
             noun = "an integer" if kind is int else "a number"
-            problem = f"{shortened(text)} is not {noun} from {least:g} to {most:g}"
+            problem = f"{shortened(text)} is not {noun} from {least:.12g} to {most:.12g}"
             raise argparse.ArgumentTypeError(problem)
         return value
 

@@ -90,7 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("grace-s", float, 20.0, 1, "time that requests in flight have after SIGTERM"),
     ):
         shown = f"{about} (default: {default:g})"
-        most = 65_535 if name == "port" else 10**9
+        most = {"port": 65_535, "processes": 256}.get(name, 10**9)
         group.add_argument(f"--{name}", type=between(least, most, kind), default=default, help=shown)
 
 
