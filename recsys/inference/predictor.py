@@ -5,7 +5,6 @@ the key columns, the best items and their scores, and a generator's answer also 
 answers all rows of files.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -46,6 +45,9 @@ LONGEST_ROW = {"cpu": 512, "cuda": 8192}
 On a CPU, time and memory grow with the square of this number; on a GPU, kernels skip pairs of tokens that do
 not see each other.
 """
+
+MOST_SCHEMAS = 8
+"""Number of schemas of tables that a predictor remembers as checked."""
 
 MODE, ORIGIN = "predict", Origin()
 
@@ -102,8 +104,9 @@ class Predictor:
         self.packer = Packer(self.pipeline, rule, MODE)
         self.collator = Collator.open(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)
-        # The last schemas that were checked, since callers usually pass the same ones.
-        self._fit: deque[pa.Schema] = deque(maxlen=8)
+        # The last schemas that were checked, since callers usually pass the same ones. Threads share them, so
+        # they are replaced and not changed.
+        self._fit: tuple[pa.Schema, ...] = ()
         microbatch = self.settings.candidates_per_microbatch
         program = package if isinstance(package, EagerPackage) else PackageProgram(package)
         self.scorer = Scorer(program, self.pipeline, microbatch)
@@ -146,7 +149,7 @@ class Predictor:
         """Checks and converts the rows of one table; arguments and errors are those of `table`."""
         if table.schema not in self._fit:
             check_schema(table.schema, self.pipeline, MODE, origin.path)
-            self._fit.append(table.schema)
+            self._fit = (*self._fit[1 - MOST_SCHEMAS :], table.schema)
         return self.converter.block(table, origin, duplicates)
 
     def answer(self, table: pa.Table, block: ColumnBlock) -> pa.Table:
