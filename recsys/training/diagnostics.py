@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recsys.data.batch import Batch
 from recsys.models.base import MetricRows, Model, add_rows
-from recsys.modules.metrics.base import compute_all
+from recsys.modules.metrics.base import compute_all, several_processes
 from recsys.modules.metrics.reliability import Reliability, ReliabilityBin
 from recsys.training.attention import AttentionPicture, AttentionRecorder
 
@@ -121,7 +121,7 @@ class Diagnostics:
     def results(self) -> DiagnosticResults:
         """Returns the results over all ranks. Collective."""
         counts = self._counts.clone()
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if several_processes():
             dist.all_reduce(counts)
         first = [0, *(end + 1 for end in self._longest)]
         slices = [

@@ -19,7 +19,7 @@ from recsys.data.batch import Batch
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.models.base import CollectedRows, Losses, Model
-from recsys.modules.metrics.base import compute_all
+from recsys.modules.metrics.base import compute_all, several_processes
 from recsys.scoring.scorer import EagerModel, Scorer
 from recsys.training.diagnostics import Diagnostics
 from recsys.training.distributed import gather
@@ -81,7 +81,7 @@ def evaluate(
         totals: Losses | None = None
         # Scoring with a cache makes several calls per batch: their number may differ between ranks, which
         # sharded tables do not allow, and diagnostics need each row in one call.
-        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+        alone = not several_processes()
         scorer = Scorer(EagerModel(model, may_cache=alone and diagnostics is None), model.pipeline)
         for batch in loader.first(max_batches):
             if diagnostics is None and recorder is not None and not recorder.failed:
@@ -166,7 +166,7 @@ def _mean_losses(totals: Losses | None) -> dict[str, float]:
     if totals is None:
         return {}
     packed = torch.stack([totals.sums, totals.counts])
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if several_processes():
         dist.all_reduce(packed)
     means = (packed[0] / packed[1]).tolist()
     total = sum(weight * mean for weight, mean in zip(totals.weights, means, strict=True))
