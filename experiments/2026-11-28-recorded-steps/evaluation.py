@@ -7,11 +7,14 @@ second sizes are recorded, the next two are timed, and the last runs under torch
 before each stands for training, in which readers prepare the next evaluation. Prints milliseconds of an evaluation:
 by the clock, computing time of the main thread, waiting for its reader, and kernels; the milliseconds of the first two
 by the clock; the number of recorded sizes; and the metrics, which those with `--eager`, that is without graphs, should
-equal. What recording could save at most is the computing time. With
+equal. What recording could save at most is the computing time. With `--calls`, also the calls of one evaluation that took
+longest, by cProfile. With
 `--every`, the number of steps between two evaluations, also the part of training that this is.
 """
 
 import argparse
+import cProfile
+import pstats
 import tempfile
 import time
 from pathlib import Path
@@ -66,6 +69,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--calls", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int)
     parser.add_argument("--pause", type=float, default=2.0)
@@ -100,6 +104,10 @@ def main():
             clock, computing = clock + time.perf_counter() - began, computing + time.thread_time() - thread
         waiting, batches = loader.seconds, loader.batches // TIMED
         kernels = kernel_seconds(once) if cuda else float("nan")
+        if flags.calls:
+            profiler = cProfile.Profile()
+            profiler.runcall(once)
+            pstats.Stats(profiler).sort_stats("cumulative").print_stats(45)
         clock, computing, waiting = (1e3 * seconds / TIMED for seconds in (clock, computing, waiting))
         print(
             f"{flags.config} {' '.join(flags.set)}: {clock:.0f} ms an evaluation of {batches} batches, {computing:.0f} computing, "
