@@ -19,8 +19,8 @@ _VERSION = 4
 """Version 5 of the format, of 2020. Version 4 had another way to say that buffers are compressed."""
 
 _LONGEST = 1 << 16
-"""Most bytes of a schema. It may refer to a part again and again: pyarrow turns so many bytes into some tens of
-MB at most, and a million bytes into hundreds. Also, some schemas are remembered."""
+"""Most bytes of a schema. It may refer to a part again and again: pyarrow turns so many bytes into some tens
+of MB at most, and a million bytes into hundreds. Also, some schemas are remembered."""
 
 
 def read_batches(stream: bytes, schema_of: Callable[[bytes], pa.Schema]) -> Iterator[pa.RecordBatch]:
