@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a large model for a few steps, exports it, and puts load on a server that has the package.
 #   large.sh RUNS [PORT]
-# In the environment: WIDTH, LAYERS, HEADS, EVENTS, CANDIDATES, RATES, SECONDS_A_RATE. Run from the root of the repository.
+# In the environment: WIDTH, LAYERS, HEADS, EVENTS, CANDIDATES, PROCESSES (as in "1 2"), RATES, SECONDS_A_RATE. Run from the root of the repository.
 set -euo pipefail
 runs="$1" port="${2:-8127}" here="$(dirname "$0")"
 width="${WIDTH:-1024}" layers="${LAYERS:-8}" heads="${HEADS:-8}" events="${EVENTS:-2048}" candidates="${CANDIDATES:-256}"
@@ -17,19 +17,22 @@ python -m recsys.export --run-dir "$runs/run" --output "$runs/export" >"$runs/ex
 echo "exported in $(($(date +%s) - started)) s"
 python "$here/long_requests.py" write "$runs/requests.parquet" --events "$events" --candidates "$candidates"
 python "$here/long_requests.py" time "$runs/requests.parquet" --package "$runs/export"
-python -m recsys.serve --package "$runs/export" --port "$port" >"$runs/serve.log" 2>&1 &
-server=$!
+server=
 trap 'kill $server 2>/dev/null || true' EXIT
-for _ in $(seq 120); do
-    python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/readyz')" 2>/dev/null && break
-    kill -0 $server || { tail -n 5 "$runs/serve.log"; exit 1; }
-    sleep 1
+for processes in ${PROCESSES:-1}; do
+    python -m recsys.serve --package "$runs/export" --port "$port" --processes "$processes" >"$runs/serve-$processes.log" 2>&1 &
+    server=$!
+    for _ in $(seq 120); do
+        python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/readyz')" 2>/dev/null && break
+        kill -0 $server || { tail -n 5 "$runs/serve-$processes.log"; exit 1; }
+        sleep 1
+    done
+    for body in "" --arrow; do
+        echo "processes: $processes, bodies: ${body:-JSON}"
+        python scripts/bench_http.py --port "$port" --input "$runs/requests.parquet" --seconds "${SECONDS_A_RATE:-5}" \
+            --rate ${RATES:-5 20 40 80 120 160} $body
+    done
+    python "$here/long_requests.py" stages "http://127.0.0.1:$port/metrics"
+    kill -TERM $server
+    wait $server && echo "the server ended with exit code 0"
 done
-for body in "" --arrow; do
-    echo "bodies: ${body:-JSON}"
-    python scripts/bench_http.py --port "$port" --input "$runs/requests.parquet" --seconds "${SECONDS_A_RATE:-5}" \
-        --rate ${RATES:-5 20 40 80 120 160} $body
-done
-python "$here/long_requests.py" stages "http://127.0.0.1:$port/metrics"
-kill -TERM $server
-wait $server && echo "the server ended with exit code 0"
