@@ -143,11 +143,19 @@ async def offer(client: Client, path: str, bodies: list[bytes], rate: float, sec
         if status == "200":
             taken.append(time.perf_counter() - due)
 
-    tasks = []
-    for after in arrivals(rate, seconds):
-        due = start + after
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    tasks: list[asyncio.Task[None]] = []
+    loop = asyncio.get_running_loop()
+
+    def begin(due: float) -> None:
         tasks.append(asyncio.create_task(ask(len(tasks), due)))
+
+    def keep_time() -> None:
+        # A thread, because asyncio rounds waiting times up to whole milliseconds.
+        for after in arrivals(rate, seconds):
+            time.sleep(max(0.0, start + after - time.perf_counter()))
+            loop.call_soon_threadsafe(begin, start + after)
+
+    await asyncio.to_thread(keep_time)
     await asyncio.gather(*tasks)
     return Measured(taken, statuses, len(taken) / (time.perf_counter() - start))
 

@@ -1,13 +1,13 @@
 """Writes requests with long histories, and times them with a package in one process, without HTTP.
 
     python experiments/2026-11-27-serve/long_requests.py write FILE [--events 2048] [--candidates 256]
-    python experiments/2026-11-27-serve/long_requests.py time FILE --package DIR [--rows 1 2 4 8]
+    python experiments/2026-11-27-serve/long_requests.py time FILE --package DIR [--rows 1 2 4 8] [--pause 0.2]
     python experiments/2026-11-27-serve/long_requests.py steps FILE --package DIR
     python experiments/2026-11-27-serve/long_requests.py stages URL          of a server's metrics
 
 Histories are those of many users of the KuaiRand sample, one after the other. Times are medians in ms of
-calls that are each waited for: whole calls of `Predictor.table`, and the model alone, from before to after
-the package's program, on the GPU's clock. Steps are those of a server's request of one row, in milliseconds of CPU
+calls that are each waited for, after a pause of so many seconds: whole calls of `Predictor.table`, and the model
+alone, from before to after the package's program, on the GPU's clock. Steps are those of a server's request of one row, in milliseconds of CPU
 time of one thread.
 """
 
@@ -45,7 +45,7 @@ def write(path: Path, events: int, candidates: int, rows: int = 64) -> None:
     pq.write_table(pa.Table.from_pylist(written, SAMPLE.schema), path)
 
 
-def time_calls(path: Path, folder: Path, repeats: int, sizes: list[int]) -> None:
+def time_calls(path: Path, folder: Path, repeats: int, sizes: list[int], pause: float) -> None:
     """Prints the times of calls with each number of rows."""
     environment.import_torchrec_quietly()
     from recsys.inference.package import Package
@@ -79,6 +79,7 @@ def time_calls(path: Path, folder: Path, repeats: int, sizes: list[int]) -> None
         spans.clear()
         for repeat in range(repeats + 5):
             part = table.slice(repeat * rows % (table.num_rows - rows), rows)
+            time.sleep(pause)
             start = time.perf_counter()
             predictor.table(part)
             taken.append(1000 * (time.perf_counter() - start))
@@ -154,6 +155,7 @@ def main() -> int:
     parser.add_argument("--package", type=Path)
     for name, default in (("events", 2048), ("candidates", 256), ("repeats", 50)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     options = parser.parse_args()
     if options.action == "write":
@@ -163,7 +165,7 @@ def main() -> int:
     elif options.action == "steps":
         time_steps(Path(options.file), options.package, options.repeats)
     else:
-        time_calls(Path(options.file), options.package, options.repeats, options.rows)
+        time_calls(Path(options.file), options.package, options.repeats, options.rows, options.pause)
     return 0
 
 
