@@ -172,6 +172,7 @@ def _run(connection: Connection, order: Order) -> None:
             from recsys.serving.batch_scorer import BatchScorer
 
             package = Package(order.folder, verify_key=order.verify_key)
+            package.warm_up()
             scorer = BatchScorer(package, order.store)
         except (RecsysError, *_EXPLAINED) as error:
             connection.send(_as_sent(error))

@@ -16,13 +16,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._inductor import cpu_vec_isa
 
 import recsys
 from recsys import protos as pb
 from recsys.errors import ConfigError, DataError
 from recsys.inference import exporter
-from recsys.inference.package import Package
+from recsys.inference.golden import golden_inputs, largest_difference
+from recsys.inference.package import GOLDEN, Package
 from recsys.inference.predictor import Predictor
 from recsys.training import checkpoint
 from recsys.training.restricted_unpickler import read_chunks
@@ -137,6 +139,19 @@ def repeats(retriever, tmp_path_factory):
     schema = pq.read_schema(ROOT / "tests/data/movielens/test.parquet")
     pq.write_table(pa.Table.from_pylist(rows, schema), path)
     return path
+
+
+def test_a_package_warms_up_with_its_stored_rows_as_it_scores_requests(ranker, monkeypatch):
+    """A GPU records a size when it comes for the second time."""
+    package = Package(ranker.package)
+    run, calls = package._run, []
+    monkeypatch.setattr(package, "_run", lambda inputs: calls.append((inputs, run(inputs))))
+    package.warm_up()
+    stored = load_file(ranker.package / GOLDEN)
+    assert len(calls) == 2
+    for inputs, (output,) in calls:
+        assert all(map(torch.equal, inputs, golden_inputs(stored)))
+        assert largest_difference(output, stored["output"]) <= package.description.tolerance
 
 
 @pytest.mark.parametrize(
