@@ -16,6 +16,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -144,7 +145,7 @@ async def offer(client: Client, path: str, bodies: list[bytes], rate: float, sec
             taken.append(time.perf_counter() - due)
 
     tasks: list[asyncio.Task[None]] = []
-    loop = asyncio.get_running_loop()
+    loop, cancelled = asyncio.get_running_loop(), threading.Event()
 
     def begin(due: float) -> None:
         tasks.append(asyncio.create_task(ask(len(tasks), due)))
@@ -152,10 +153,14 @@ async def offer(client: Client, path: str, bodies: list[bytes], rate: float, sec
     def keep_time() -> None:
         # A thread, because asyncio rounds waiting times up to whole milliseconds.
         for after in arrivals(rate, seconds):
-            time.sleep(max(0.0, start + after - time.perf_counter()))
+            if cancelled.wait(max(0.0, start + after - time.perf_counter())):
+                return
             loop.call_soon_threadsafe(begin, start + after)
 
-    await asyncio.to_thread(keep_time)
+    try:
+        await asyncio.to_thread(keep_time)
+    finally:
+        cancelled.set()
     await asyncio.gather(*tasks)
     return Measured(taken, statuses, len(taken) / (time.perf_counter() - start))
 
