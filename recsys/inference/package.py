@@ -279,10 +279,19 @@ class Package:
             )
 
     def warm_up(self) -> None:
-        """Scores the stored rows twice; on a GPU, the first call loads kernels and the second one records."""
+        """Scores the stored rows twice; on a GPU, the first call loads kernels and the second one records.
+
+        Raises:
+            PackageError: it cannot score, such as for lack of memory.
+        """
         inputs = golden_inputs(load_file(self.folder / GOLDEN))
-        for _ in range(2):
-            self._run(inputs)
+        try:
+            for _ in range(2):
+                self._run(inputs)
+        except RuntimeError as error:
+            raise PackageError(
+                f"{self.folder}: cannot score its stored rows ({first_line(error)})"
+            ) from error
 
     def run_flat(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """Scores flat inputs in the order of `description.inputs`, like `run` or `find`; on the host."""

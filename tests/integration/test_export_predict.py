@@ -26,6 +26,7 @@ from recsys.inference import exporter
 from recsys.inference.golden import golden_inputs, largest_difference
 from recsys.inference.package import GOLDEN, Package
 from recsys.inference.predictor import Predictor
+from recsys.inference.program import PackageError
 from recsys.training import checkpoint
 from recsys.training.restricted_unpickler import read_chunks
 from tests.integration.exports import Exported, TrialHere
@@ -152,6 +153,13 @@ def test_a_package_warms_up_with_its_stored_rows_as_it_scores_requests(ranker, m
     for inputs, (output,) in calls:
         assert all(map(torch.equal, inputs, golden_inputs(stored)))
         assert largest_difference(output, stored["output"]) <= package.description.tolerance
+
+    def fails(inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
+
+    monkeypatch.setattr(package, "_run", fails)
+    with pytest.raises(PackageError, match=r"stored rows \(CUDA out of memory\. Tried .*\)$"):
+        package.warm_up()
 
 
 @pytest.mark.parametrize(
