@@ -73,20 +73,30 @@ def _input(name: str, columns: dict[str, FileColumn]) -> dict:
     place |= {"required": column.required}
     if name.endswith(".counts"):
         return {"kind": "counts", **place}
-    if column.kind is Kind.ID:
-        if not column.feature.id.HasField("vocabulary"):
-            raise RecsysError(f"{name}: the example has no hashed ids")
-        return {"kind": "ids", "table": column.feature.id.table, **place}
     if column.kind in (Kind.TIME, Kind.ACTIONS):
         return {"kind": "integers", **place}
     if column.kind is Kind.WATCH_TIME:
         return {"kind": "reals", **place}
-    numeric = column.feature.numeric
+    return _values(column) | place
+
+
+def _values(column: FileColumn) -> dict:
+    """Describes how the values of a feature become numbers or table rows."""
+    if len(column.readers) > 1:
+        raise RecsysError(f"{column.name}: the example reads a column for one feature only")
+    feature = column.readers[0].feature
+    if feature.HasField("id"):
+        if not feature.id.HasField("vocabulary"):
+            raise RecsysError(f"{column.name}: the example has no hashed ids")
+        return {"kind": "ids", "table": feature.id.table}
+    if not feature.HasField("numeric"):
+        raise RecsysError(f"{column.name}: the example has no features of other packages")
+    numeric = feature.numeric
     fill = {"fill": numeric.fill} if numeric.HasField("fill") else {}
     if numeric.HasField("bucketize"):
-        return {"kind": "buckets", "boundaries": list(numeric.bucketize.boundaries), **fill, **place}
+        return {"kind": "buckets", "boundaries": list(numeric.bucketize.boundaries), **fill}
     scale = numeric.normalize
-    return {"kind": "reals", "mean": scale.mean, "std": scale.std, "log1p": scale.log1p, **fill, **place}
+    return {"kind": "reals", "mean": scale.mean, "std": scale.std, "log1p": scale.log1p, **fill}
 
 
 def _write_ids(vocabulary: Vocabulary, path: Path) -> None:
