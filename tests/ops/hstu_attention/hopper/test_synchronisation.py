@@ -23,6 +23,8 @@ from tests.tools.mutations import mutations
 
 pytestmark = pytest.mark.slow
 
+FORWARD, BACKWARD = forward.forward_kernel, backward.backward_kernel
+
 LAYOUTS = {
     "mixed": layout_of(samples(2, [(300, 5), (3, 0), (130, 60), (0, 0), (230, 0), (1, 1), (2, 0), (5, 5)])),
     "two tiles": layout_of(samples(0, [(20, 0), (30, 0)])),
@@ -66,14 +68,14 @@ def assert_near(ours, exact):
 
 
 def run_forward(monkeypatch, codes):
-    monkeypatch.setattr(forward, "forward_kernel", Emulated(forward.forward_kernel, codes))
+    monkeypatch.setattr(forward, "forward_kernel", Emulated(FORWARD, codes))
     for name, mask, (dim, sizes) in itertools.product(LAYOUTS, MASKS, FORWARD_SIZES):
         problem, tensors, _, exact = case(name, mask, dim)
         assert_near(forward.forward(*tensors, problem, sizes), exact[0])
 
 
 def run_backward(monkeypatch, codes):
-    monkeypatch.setattr(backward, "backward_kernel", Emulated(backward.backward_kernel, codes))
+    monkeypatch.setattr(backward, "backward_kernel", Emulated(BACKWARD, codes))
     for name, mask, (dim, sizes) in itertools.product(LAYOUTS, MASKS, BACKWARD_SIZES):
         problem, tensors, cotangent, exact = case(name, mask, dim)
         grads = backward.backward(cotangent, *tensors, problem, sizes)[:3]
@@ -83,7 +85,7 @@ def run_backward(monkeypatch, codes):
 
 @pytest.mark.parametrize(
     ("kernel", "run"),
-    [(forward.forward_kernel, run_forward), (backward.backward_kernel, run_backward)],
+    [(FORWARD, run_forward), (BACKWARD, run_backward)],
     ids=["forward", "backward"],
 )
 def test_a_missing_statement_is_noticed(kernel, run, monkeypatch):
