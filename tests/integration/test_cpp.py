@@ -24,7 +24,7 @@ KINDS = {
     "reals": {"duration", "watch_time"},
     "integers": {"timestamps", "actions", "request_time"},
 }
-"""How the values of the columns of the config come, without the prefixes of sides."""
+"""The columns of the config by the form of their values, without the prefixes of sides."""
 
 
 def run(*words: object, stdin: str = "", code: int = 0) -> str:
