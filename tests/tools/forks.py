@@ -55,12 +55,12 @@ class Fork:
         while self.poll() is None:
             if time.monotonic() > deadline:
                 self.kill()
-                raise TimeoutError(f"the process has run for {timeout} s:\n{self._output.read_text()}")
+                raise TimeoutError(f"the process has run for {timeout} s:\n{self.output()}")
             time.sleep(0.02)
-        return self._output.read_text(), None
+        return self.output(), None
 
     def output(self) -> str:
-        """Returns what the process has written so far."""
+        """Returns what the process has written so far; nothing if it was killed before it could write."""
         return self._output.read_text() if self._output.exists() else ""
 
     def send_signal(self, number: int) -> None:
