@@ -213,21 +213,11 @@ def beams(name, values, children) -> Case:
     return Case(getattr(beams, name), types, sizes | {"CHILDREN": children})
 
 
-SERIALIZED = pytest.mark.xfail(
-    strict=True, reason="ptxas runs the matrix instructions of wide weights with a bias one after the other"
-)
-KNOWN = dict.fromkeys((("of weight", width, torch.bfloat16, True) for width in (256, 512)), SERIALIZED)
-"""By the arguments of slow cases, what is known to be wrong with their kernels."""
-
-
 def cases(build: Callable[..., Case], usual: list[tuple], slow: Iterable[tuple] = ()) -> list[Any]:
     """Parameters of the test: a function, and the arguments with which it builds a case. `slow` may have the
     usual ones, too."""
-    named: list[tuple[tuple, tuple]] = [(arguments, ()) for arguments in usual]
-    for arguments in slow:
-        if arguments not in usual:
-            known = [KNOWN[arguments]] if arguments in KNOWN else []
-            named.append((arguments, (pytest.mark.slow, *known)))
+    named = [(arguments, ()) for arguments in usual]
+    named += [(arguments, pytest.mark.slow) for arguments in slow if arguments not in usual]
     return [
         pytest.param(build, arguments, marks=marks, id="-".join(map(str, (build.__name__, *arguments))))
         for arguments, marks in named

@@ -62,21 +62,13 @@ SMALL_SIZES = SMALL_BLOCKS | {("cached", False): SMALL_BLOCKS["forward", False]}
 SMALL_SHARED = 99 * 1024
 
 
-def marks_of(kernel, size, copies):
-    if size == (128, 2) and kernel not in copies:
-        return []
-    known = pytest.mark.xfail(strict=True, reason="ptxas 13.5 spills 8 bytes")
-    is_known = copies is COPIES and (kernel, size) == (("cached", True), (256, 2))
-    return [pytest.mark.slow, *([known] if is_known else [])]
-
-
 def cases_of(sizes, copies=()):
     """The entries of a table; all but one size of each kernel that is not named among `copies` are slow."""
     return [
         pytest.param(
             *kernel,
             *size,
-            marks=marks_of(kernel, size, copies),
+            marks=[] if size == (128, 2) and kernel not in copies else pytest.mark.slow,
             id="-".join(map(str, (*kernel, *size))),
         )
         for kernel, blocks in sizes.items()
